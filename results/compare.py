@@ -109,7 +109,7 @@ def _make_sweep(
         replace(opts, dataset=dataset, epochs=epochs),
         site,
         site.minutes or submission.DEFAULT_MINUTES if devices.in_slurm else local.DAY_MINUTES,
-        here=not devices.in_slurm,
+        why_here="" if devices.in_slurm else "here",
         gpus_here=devices.gpus_here,
     )
 

@@ -67,7 +67,6 @@ def main() -> int:
     if not script:
         staging.check(opts.dataset, opts.data_dir)  # once for all runs, as all of them need it
     why_here = submission.why_local(own.local)
-    here = bool(why_here)
     folder = own.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
     asked = sweep.Sweep(
         folder.absolute(),
@@ -75,8 +74,8 @@ def main() -> int:
         opts,
         site,
         own.time or site.minutes or submission.DEFAULT_MINUTES,
-        here,
-        local.gpus_here() if here and not opts.no_cuda else 0,
+        why_here,
+        local.gpus_here() if why_here and not opts.no_cuda else 0,
         own.cpus_per_gpu,
         own.partition,
         bool(own.plain),
@@ -102,7 +101,7 @@ def main() -> int:
             tell(f"{run.name:{width}}  {state:8}  {run.shape}")
         sweep.print_plan(asked, runs)
         return 0
-    if here:
+    if why_here:
         tell(f"{why_here}: one run at a time, as processes of this machine")
     constraints = Constraints(
         own.target,

@@ -7,6 +7,7 @@ stage script. There is a space in its path.
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -18,9 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from checkout import Checkout, wait_until
+from checkout import FOLDERS, SCRIPTS, Checkout, wait_until
 from cluster import RunningCluster
-from conftest import rows_of, succeeded
+from conftest import REPOSITORY, rows_of, succeeded
 
 from trainkit.jobs import following, local, sbatch_options, site, submission
 from trainkit.jobs.following import SlurmHandle, State
@@ -342,26 +343,67 @@ def test_a_job_that_may_be_in_the_queue_keeps_its_folder(
     assert next(folder.glob(".submission_file_*.sh"), None)
 
 
-def test_dry_run_shows_the_batch_script_and_sends_nothing(checkout: Checkout) -> None:
+def test_dry_run_shows_a_job_script_and_sends_nothing(checkout: Checkout) -> None:
     checkout.fake("sbatch", "touch sent")
     checkout.fake("srun", "")
-    checkout.site("export SBATCH_ACCOUNT=physics")
+    checkout.site("export SBATCH_ACCOUNT=physics SBATCH_OUTPUT=elsewhere\nSITE_GPUS=--gpus-per-node=a100:%d")
     arguments = "--gpus 4 --nodes 2 --partition gpu --time 1:30:00 --dry-run --epochs 3"
     done = succeeded(checkout.submit_py("ddp", *arguments.split()))
     lines = done.stdout.splitlines()
-    asked = ("nodes=2", "ntasks-per-node=2", "gpus-per-node=2", "cpus-per-task=2", "mem=16G", "time=90")
-    for option in (*asked, "partition=gpu", "job-name=mnist-ddp", "signal=USR2@60", "requeue"):
-        assert f"#SBATCH --{option}" in lines
-    assert f"source '{checkout.folder}/slurm/job_env.sh'" in lines
-    (srun,) = [line for line in lines if line.startswith("srun ")]
-    # srun does not take the job's --cpus-per-task over by itself, and submitit does not give it.
-    for option in ("--cpus-per-task=$SLURM_CPUS_PER_TASK", "--kill-on-bad-exit=1", "--wait=60"):
-        assert option in shlex.split(srun)
-    assert '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python -u' in srun
-    overruling = "SBATCH_ACCOUNT=physics SBATCH_PARTITION=gpu SBATCH_TIMELIMIT=90"
-    assert lines[-1].endswith(f"overrules the lines above: {overruling}")
+    asked = ("nodes=2", "ntasks-per-node=2", "gpus-per-node=a100:2", "cpus-per-task=2", "mem=16G", "time=90")
+    asked += ("partition=gpu", "account=physics", "job-name=mnist-ddp", "signal=USR2@60", "requeue")
+    assert set(lines) >= {f"#SBATCH --{option}" for option in asked}
+    assert "elsewhere" not in done.stdout
     assert not (checkout.folder / "results" / "jobs").exists()
     assert not list(checkout.folder.rglob("sent"))
+
+
+def test_the_script_of_a_dry_run_is_a_job(on_cluster: Checkout) -> None:
+    """Sent from another folder, with one more option: it trains what submit.py would."""
+    on_cluster.pretend()
+    asked = ("--gpus", 2, "--dataset", "synthetic", "--epochs", 2, "--dry-run")
+    script = succeeded(on_cluster.submit_py("ddp", *asked)).stdout
+    elsewhere = on_cluster.folder / "else where"
+    elsewhere.mkdir()
+    (elsewhere / "job.sh").write_text(script)
+    done = succeeded(on_cluster.run("sbatch", "--parsable", "job.sh", "--epochs", 3, cwd=elsewhere))
+    job = int(done.stdout)
+    assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED", on_cluster.log(job)
+    rows = rows_of(on_cluster.folder / "results")
+    assert [(row["world_size"], row["epoch"]) for row in rows] == [(2, 1), (2, 2), (2, 3)]
+
+
+def test_submitit_a_dry_run_and_a_job_script_ask_for_the_same(checkout: Checkout) -> None:
+    checkout.fake("sbatch", "echo Submitted batch job 7")
+    checkout.fake("srun", "")
+    for stage, launcher in (("single", "single"), ("dp", "dp"), ("ddp", "srun")):
+        before = set(job_folders(checkout))
+        succeeded(checkout.submit_py(stage))
+        (folder,) = set(job_folders(checkout)) - before
+        sent = (folder / "7_submission.sh").read_text()
+        shown = succeeded(checkout.submit_py(stage, "--dry-run")).stdout
+        script = (checkout.folder / SCRIPTS[launcher]).read_text()
+        asked = [asked_in(text) for text in (sent, shown, script)]
+        assert asked[0] == asked[1] == asked[2]
+        assert len(asked[0]) == 9
+        for text in (sent, shown):
+            assert f"source '{checkout.folder}/slurm/job_env.sh'" in text.splitlines()
+        (srun,) = [line for line in sent.splitlines() if line.startswith("srun ")]
+        for option in re.findall(r"--(?:kill|wait)\S+", script.partition("\nsrun ")[2]):
+            assert option in shlex.split(srun)
+        # srun does not take the job's --cpus-per-task over by itself, and submitit does not give it.
+        assert "--cpus-per-task=$SLURM_CPUS_PER_TASK" in shlex.split(srun)
+        assert '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python -u' in srun
+
+
+def asked_in(script: str) -> dict[str, str]:
+    """What a batch script asks sbatch for, in the same words whoever wrote it."""
+    text = script.replace("--ntasks-per-node=", "--ntasks=").replace("GB\n", "G\n")
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", text.replace("00:30:00", "30"), re.MULTILINE))
+    assert asked.pop("output") and asked.pop("job-name").startswith("mnist-")
+    asked.pop("error", None)
+    asked.pop("wckey", None)  # submitit's own
+    return asked
 
 
 def test_a_job_script_asks_for_as_much_memory_as_submit_py(checkout: Checkout) -> None:
@@ -647,4 +689,4 @@ def _main(stage: str, arguments: str, checkout: Checkout, monkeypatch: pytest.Mo
         monkeypatch.setattr(module, "REPOSITORY", checkout.folder)
     for name, value in checkout.environment.items():
         monkeypatch.setenv(name, value)
-    return submission.main(stage, "")
+    return runpy.run_path(str(REPOSITORY / FOLDERS[stage] / "submit.py"))["main"]()

@@ -58,11 +58,12 @@ def test_a_room_imports_what_it_may(path: Path) -> None:
 def test_the_login_node_stays_light() -> None:
     """Nothing heavy on the way to a submission, down to the modules that those modules import."""
     program = (
-        "import sys; from trainkit.jobs import submission, sweep\n"
-        f"print(sorted({HEAVY!r} & sys.modules.keys()), 'submitit' in sys.modules)"
+        "import sys; from trainkit.jobs import submission, sweep; print('submitit' in sys.modules)\n"
+        "submission.submitter(submission.STAGES['ddp'])\n"
+        f"print(sorted({HEAVY!r} & sys.modules.keys()))"
     )
     done = ran(sys.executable, "-c", program, cwd=REPOSITORY)
-    assert done.stdout == "[] False\n", done.stdout + done.stderr
+    assert done.stdout == "False\n[]\n", done.stdout + done.stderr
 
 
 def test_the_doctor_needs_no_packages() -> None:

@@ -14,9 +14,11 @@ import pandas as pd
 import psutil
 
 from trainkit.compare import page
-from trainkit.jobs import local
+from trainkit.jobs import submission
 from trainkit.jobs.following import LocalHandle
-from trainkit.jobs.stages import STAGES
+from trainkit.jobs.site import WORDS, Site
+from trainkit.jobs.stages import STAGES, resources
+from trainkit.jobs.submission import Request
 from trainkit.rank import staging
 from trainkit.runtime import errors
 from trainkit.runtime.command_line import Parser
@@ -75,16 +77,17 @@ def _train(case: str, seed: int, sampled: bool, data_dir: Path) -> dict[str, obj
     stage, ranks, options = CASES[case]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        handle = local.start(
-            STAGES[stage].script,
-            (*TRAINING, *options, f"--seed={seed}"),
-            folder / "job",
-            data_dir,
-            folder,
-            ranks=ranks,
-            threads=1,
-            checkpoints=False,
-            sampled=sampled,
+        submit = submission.submitter(STAGES[stage])
+        handle = submit(
+            Request(
+                stage=STAGES[stage],
+                resources=resources(STAGES[stage], ranks),
+                arguments=(*TRAINING, *options, f"--seed={seed}"),
+                site=Site({}, data_dir, folder, folder / "jobs", words=WORDS, monitor=sampled),
+                folder=folder / "job",
+                why_here="to time it",
+                threads=1,
+            )
         )
         load = _follow(handle)
         if handle.state().name == "failed":

@@ -2,7 +2,8 @@
 
 It is read from Slurm (`scontrol show job`, which needs no accounting) and from the outcome that the job keeps
 in its folder at its end (in_job.py); for local processes, from the ranks' notes there, and from their logs
-(why.py). submitit's own result files are not used: without `sacct` it never learns that a job failed.
+(why.py). submitit's own result files are not used (training.py), nor its answer to whether a job is done: for
+that it asks `sacct`, which many clusters do not have.
 """
 
 import os

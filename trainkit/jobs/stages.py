@@ -32,6 +32,11 @@ class Stage:
         """Return the name of its runs, also for jobs and folders, without characters that would do harm."""
         return re.sub(r"[^\w .+-]", "_", self.script.stem) if self.own else self.name
 
+    @property
+    def job_name(self) -> str:
+        """Return the name of its jobs; a user's own script is not one of our trainings on MNIST."""
+        return self.label if self.own else f"mnist-{self.name}"
+
     def with_script(self, text: str, plain: bool = False) -> "Stage":
         """Return the stage with the user's own script, a path from the current folder or from the stage's.
 

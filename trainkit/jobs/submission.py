@@ -1,8 +1,8 @@
-"""Send a stage to Slurm, or run it here if there is no Slurm: the code that every submit.py shares.
+"""What every submit.py shares: the command line, the checks, and what surrounds the call of submitit.
 
-submitit writes the batch script, calls sbatch and, on the nodes, calls `Rank` in every process. The
-script sources slurm/job_env.sh, as the job scripts of the stages do, so both have the same site file,
-environment, meeting point, return to the queue and explanation of a failure.
+The executor, its parameters and the call of `submit` stand in the submit.py of each stage. `sending`
+surrounds them: it checks the request, prepares the environment, and turns a refusal into one sentence. Sweeps
+and `make compare` send their jobs by the same submit.py (`submitter`).
 
 PyTorch and submitit are not loaded before they are needed: login nodes are slow and shared.
 """
@@ -11,19 +11,19 @@ import argparse
 import io
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
 from trainkit.jobs import local, slurm
-from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle, follow
+from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
 from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
@@ -31,12 +31,16 @@ from trainkit.rank import options, staging
 from trainkit.runtime.command_line import Parser, at_least, given, time_limit
 from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import check_writable
-from trainkit.schema.columns import SINGLE
+from trainkit.schema.columns import SINGLE, STAGE_FOLDERS
 
 if TYPE_CHECKING:
     import submitit
 
 DEFAULT_MINUTES = 30
+# sbatch obeys these, and submitit knows nothing of them: it would wait, or look for other files.
+NOT_FOR_SUBMITIT = ("SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_ARRAY_INX")
+# SBATCH_QOS is --qos of sbatch, and so on, but for these (man sbatch, INPUT ENVIRONMENT VARIABLES).
+OPTIONS_OF_OTHER_NAMES = {"SBATCH_TIMELIMIT": "time", "SBATCH_MEM_PER_NODE": "mem"}
 
 
 class UnansweredError(UserError):
@@ -47,79 +51,172 @@ class UnansweredError(UserError):
 class Request:
     """A request for one job.
 
-    `arguments` are options of the stage script. `minutes` is the time limit; it and `partition`
-    override the site's SBATCH_TIMELIMIT and SBATCH_PARTITION. With `here` it does not go to Slurm;
-    each process on this machine then has `threads` threads (`local.start`).
+    `arguments` are options of the stage script, and `folder` is a new one (`new_folder`), for submitit's
+    files and the logs. `minutes` is the time limit; it and `partition` override the site's SBATCH_TIMELIMIT
+    and SBATCH_PARTITION. With `why_here`, a reason in words, it does not go to Slurm; each process on this
+    machine then has `threads` threads (`local.variables`).
     """
 
     stage: Stage
     resources: Resources
     arguments: tuple[str, ...]
+    site: Site
+    folder: Path
     minutes: int | None = None
     partition: str | None = None
-    here: bool = False
+    why_here: str = ""
     threads: int | None = None
 
     @property
-    def job_name(self) -> str:
-        """Return the job's name; a user's own script is not one of our trainings on MNIST."""
-        return self.stage.label if self.stage.own else f"mnist-{self.stage.name}"
+    def cluster(self) -> str:
+        """Return submitit's word for where the job runs."""
+        return "local" if self.why_here else "slurm"
+
+    @property
+    def timeout_min(self) -> int:
+        """Return the time limit in minutes."""
+        return self.minutes or self.site.minutes or DEFAULT_MINUTES
+
+    @property
+    def sbatch_options(self) -> dict[str, str]:
+        """Return how the job asks for GPUs, cores and memory at this site, as {"gpus-per-node": "2", ...}."""
+        return sbatch_options(self.site, self.resources)
+
+    @property
+    def options(self) -> options.Options:
+        """Return what the arguments mean at this site."""
+        return read_options(
+            self.stage, [f"--checkpoint-dir={self.site.jobs_dir}", *self.arguments], self.site
+        )
+
+    @property
+    def results_dir(self) -> Path:
+        """Return the folder of the results: that of the arguments, or the site's."""
+        return self.options.results_dir.absolute()
+
+    @property
+    def records_dir(self) -> Path | None:
+        """Return where the job's CSV will be; None for a plain script, most of which write none."""
+        return None if self.stage.plain else self.results_dir / "runs"
+
+    @property
+    def setup(self) -> list[str]:
+        """Return what the job's shell does first: all that is the same in every job (slurm/job_env.sh)."""
+        source = f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}"
+        return [
+            "set -euo pipefail",
+            f"{source} --plain" if self.stage.plain else source,
+            f"export TRAINKIT_RESULTS_DIR={shlex.quote(str(self.results_dir))}",
+        ]
 
 
-def submit(request: Request, site: Site, folder: Path) -> Handle:
-    """Submit a job, or start local processes if there is no Slurm, without waiting for the end.
+@dataclass
+class Sent:
+    """What `sending` hands out: it is given submitit's `job`, and has its `handle` afterwards."""
 
-    Its logs go to `folder`, a `new_folder`.
+    job: "submitit.Job | None" = None
+    handle: Handle | None = None
+
+
+def sending(request: Request) -> AbstractContextManager[Sent]:
+    """Check the request, make its folder, and return what surrounds the call of submitit.
+
+    It prepares the environment, for sbatch or for the processes here. After the call it finds a job that
+    Slurm took without saying so, cancels one that it can never start, and starts the sampler of processes
+    here.
 
     Raises:
-        UserError: for options that the stage would refuse, missing data, a folder that cannot be
-            written to, and a refusal by sbatch. Nothing was submitted then.
+        UserError: for options that the stage would refuse, missing data, a folder that cannot be written to;
+            from the call itself, for a refusal by sbatch. Nothing was submitted then.
+        UnansweredError: from the call itself, if Slurm may have taken the job or not.
     """
-    opts, to_slurm = check(request, site)
-    results_dir = opts.results_dir.absolute()
+    check(request)
     fix = "free the space, fix the permissions, or choose others, by --results-dir or in slurm/site.sh."
-    check_writable(results_dir / "runs", "results", fix)
-    check_writable(folder, "the job's logs", fix)  # a job without its log's folder fails without a log
-    if not to_slurm:
-        return local.start(
-            request.stage.script,
-            request.arguments,
-            folder,
-            opts.data_dir.absolute(),
-            results_dir,
-            ranks=request.resources.tasks,
-            gpus=request.resources.gpus,
-            threads=request.threads,
-            minutes=request.minutes or DEFAULT_MINUTES,
-            sampled=site.monitor,
-            plain=request.stage.plain,
-        )
+    check_writable(request.results_dir / "runs", "results", fix)
+    # A job without its log's folder fails without a log.
+    check_writable(request.folder, "the job's logs", fix)
+    return _starting_here(request) if request.why_here else _sending_to_slurm(request)
+
+
+@contextmanager
+def _starting_here(request: Request) -> Iterator[Sent]:
+    sent = Sent()
+    variables = local.variables(
+        request.folder,
+        request.options.data_dir.absolute(),
+        request.results_dir,
+        ranks=request.resources.tasks,
+        gpus=request.resources.gpus,
+        threads=request.threads,
+    )
+    local.prepare(request.folder, plain=request.stage.plain, sampled=request.site.monitor)
+    with local.without_ctrl_c(), _environment(variables):
+        yield sent
+    job = sent.job
+    log = job.paths.stdout
+    sampler = None
+    if request.site.monitor:
+        sampler = local.start_sampler(request.folder, job.job_id, log, variables)
+    sent.handle = LocalHandle(
+        job.job_id,
+        request.resources.tasks,
+        log,
+        request.folder,
+        request.records_dir,
+        ended=job.done,
+        sampler=sampler,
+    )
+
+
+@contextmanager
+def _sending_to_slurm(request: Request) -> Iterator[Sent]:
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    sent = Sent()
+    variables = local.outside_of_jobs() | local.QUIET | _sbatch_variables(request)
     try:
-        job_id = _send(request, site, folder, results_dir)
-    except UnansweredError:  # a job without its log's folder fails without a log
-        raise
-    except UserError:
-        shutil.rmtree(folder)
-        raise
-    handle = SlurmHandle(
+        # submitit prints what sbatch says; here it becomes the text of the error.
+        with _environment(variables), redirect_stderr(io.StringIO()):
+            yield sent
+        job_id = sent.job.job_id
+    except (FailedJobError, FailedSubmissionError) as error:  # refused; or sbatch names no job
+        job_id = _find_unnamed(request, slurm.sbatch_message(str(error))[:1000])
+    sent.handle = SlurmHandle(
         job_id,
         request.resources.tasks,
-        folder / f"{job_id}_0_log.out",
-        site.jobs_dir / job_id,
-        None if request.stage.plain else results_dir / "runs",
+        request.folder / f"{job_id}_0_log.out",
+        request.site.jobs_dir / job_id,
+        request.records_dir,
     )
     # Not every Slurm refuses at once a job that it can never start.
-    reason = handle.state().detail
+    reason = sent.handle.state().detail
     if reason in slurm.NEVER:
-        handle.cancel()
-        shutil.rmtree(folder)
+        sent.handle.cancel()
+        shutil.rmtree(request.folder)
         raise UserError(f"Slurm would never start the job ({reason}): {slurm.advice(reason)}.")
-    return handle
 
 
-def new_folder(request: Request, site: Site) -> Path:
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these environment variables and no others for a while: submitit hands on those of its caller."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def submitter(stage: Stage) -> Callable[[Request], Handle]:
+    """Return `submit` of the stage's submit.py, so that what a user changes there holds for sweeps, too."""
+    return runpy.run_path(str(REPOSITORY / STAGE_FOLDERS[stage.name] / "submit.py"))["submit"]
+
+
+def new_folder(site: Site, stage: Stage) -> Path:
     """Return a folder name that no other job has had; the folder is not created."""
-    return site.jobs_dir / "submitit" / local.new_name(request.job_name)
+    return site.jobs_dir / "submitit" / local.new_name(stage.job_name)
 
 
 def find(folder: Path, tasks: int, results: Path) -> Handle | None:
@@ -138,42 +235,74 @@ def find(folder: Path, tasks: int, results: Path) -> Handle | None:
     return LocalHandle(job_id, tasks, log, folder, results, partial(local.has_ended, job_id, folder))
 
 
-def preview(request: Request, site: Site) -> str:
-    """Return what `submit` would do: the batch script that sbatch would get, or the local processes.
+def preview(request: Request) -> str:
+    """Return what would be done: a job script that asks for the same, or the local processes.
 
     Raises:
-        UserError: as `submit`, as far as can be checked without writing anything.
+        UserError: as `sending`, as far as can be checked without writing anything.
     """
-    opts, to_slurm = check(request, site)
-    if not to_slurm:
+    check(request)
+    if request.why_here:
         command = shlex.join(["python", str(request.stage.script), *request.arguments])
-        would = f"would run as {request.resources.tasks} local process(es) of {command}"
-        return f"{why_local(request.here)}: {would}"
-    executor = _executor(request, site, site.jobs_dir / "submitit" / "preview", opts.results_dir)._executor
-    overruled = " ".join(sorted(f"{name}={value}" for name, value in _overrides(request, site).items()))
-    return (
-        executor._make_submission_file_text(executor._submitit_command_str, uid="")
-        + f"\n# From the environment, which overrules the lines above: {overruled or '(nothing)'}"
-    )
+        return f"{request.why_here}: would run as {request.resources.tasks} local process(es) of {command}"
+    return job_script(request)
 
 
-def check(request: Request, site: Site) -> tuple[options.Options, bool]:
-    """Return the options, checked as the stage will check them, and whether the job goes to Slurm.
+def job_script(request: Request) -> str:
+    """Return a job script with this site's settings, which sbatch takes from any folder.
+
+    It is not the one that submitit writes: what that one is to call lies pickled in the folder of its job.
+    """
+    shape, stage = request.resources, request.stage
+    asked = {
+        "job-name": stage.job_name,
+        "nodes": shape.nodes,
+        "ntasks-per-node": shape.tasks_per_node,
+        **request.sbatch_options,
+        "time": request.timeout_min,
+        "output": "%x-%j.log",
+        "signal": "USR2@60",
+        "requeue": True,
+        "open-mode": "append",
+    }
+    for name, value in _sbatch_variables(request).items():
+        option = name.removeprefix("SBATCH_").lower().replace("_", "-")
+        asked[OPTIONS_OF_OTHER_NAMES.get(name, option)] = value
+    lines = [
+        f"#SBATCH --{option}" if value is True else f"#SBATCH --{option}={shlex.quote(str(value))}"
+        for option, value in asked.items()
+    ]
+    training = [str(stage.script), *request.arguments]
+    if stage.plain:  # in the place of the stage's own
+        training = [str(STAGES[stage.name].script), "--plain", *training]
+    script = [
+        "#!/bin/bash",
+        "# A job of this site, by submit.py --dry-run. Save it, and send it: sbatch job.sh",
+        *lines,
+        "",
+        *request.setup,
+        f'choose_training {shlex.join(training)} "$@"',
+        "",
+        'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 \\',
+        '    "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python "${TRAINING[@]}"',
+    ]
+    return "\n".join(script)
+
+
+def check(request: Request) -> None:
+    """Check all that can be checked before a job is sent, as the stage will check it.
 
     Raises:
         UserError: for a wrong option, missing data, resources that this machine lacks if it stands in
             for Slurm, and a job that sbatch cannot be given as it is meant.
     """
-    arguments = [f"--checkpoint-dir={site.jobs_dir}", *request.arguments]
-    opts = read_options(request.stage, arguments, site)
+    opts = request.options
     if not request.stage.own:
         staging.check(opts.dataset, opts.data_dir)
     if not request.stage.plain:
         check_sizes(opts, request.stage, request.resources)
-    if why_local(request.here):
+    if request.why_here:
         _check_machine(request, opts)
-        return opts, False
-    return opts, True
 
 
 def why_local(here: bool) -> str:
@@ -210,50 +339,38 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
 
 def _check_machine(request: Request, opts: options.Options) -> None:
     """Raise a UserError if this machine, which stands in for Slurm, lacks what is asked for."""
-    if request.resources.nodes > 1:
+    shape = request.resources
+    if shape.nodes > 1:
         raise UserError(
-            f"{why_local(request.here)}, and this machine is one node, not {request.resources.nodes}: leave "
-            "out --nodes, or submit on a login node."
+            f"{request.why_here}, and this machine is one node, not {shape.nodes}: leave out --nodes, or "
+            "submit on a login node."
         )
     # Without GPUs, ranks on the CPU stand in for as many as requested.
     gpus = 0 if opts.no_cuda else local.gpus_here()
-    if 0 < gpus < request.resources.gpus:
+    if 0 < gpus < shape.gpus:
         on_cpu = "" if request.stage.plain else ", or add --no-cuda to train on its CPU"
         raise UserError(
-            f"--gpus {request.resources.gpus} is more than the {gpus} GPU(s) of this machine: lower "
-            f"it{on_cpu}."
+            f"--gpus {shape.gpus} is more than the {gpus} GPU(s) of this machine: lower it{on_cpu}."
         )
 
 
-def _send(request: Request, site: Site, folder: Path, results_dir: Path) -> str:
-    """Call sbatch, and return the job's number.
+def _find_unnamed(request: Request, refusal: str) -> str:
+    """Return the number of a job that sbatch did not name, but has put into the queue.
 
     Raises:
-        UnansweredError: if sbatch cannot tell whether it is queued, and it is not there.
-        UserError: if it refuses.
+        UnansweredError: if nobody knows whether it has.
+        UserError: if it has refused.
     """
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-    executor = _executor(request, site, folder, results_dir)
-    variables = local.outside_of_jobs() | local.QUIET | _overrides(request, site)
-    for name in ("WAIT", "OUTPUT", "ERROR", "ARRAY_INX"):  # submitit knows nothing of them, and would wait
-        variables.pop(f"SBATCH_{name}", None)
-    try:
-        # submitit prints what sbatch says; here it becomes the text of the error.
-        with patch.dict(os.environ, variables, clear=True), redirect_stderr(io.StringIO()):
-            stage = request.stage
-            return executor.submit(local.Rank(stage.script, request.arguments, plain=stage.plain)).job_id
-    except (FailedJobError, FailedSubmissionError) as error:  # refused; or it names no job
-        refusal = slurm.sbatch_message(str(error))[:1000]
     if refusal and not re.search(slurm.UNCLEAR, refusal):
+        shutil.rmtree(request.folder)
         fix = f"{slurm.advice(refusal)}; --local runs it on this machine"
         raise UserError(f"Slurm did not take the job ({refusal}): {fix}.")
-    if job_id := _adopt(folder, slurm.QUEUE_SECONDS):
+    if job_id := _adopt(request.folder, slurm.QUEUE_SECONDS):
         return job_id
     raise UnansweredError(
         f"Slurm may have taken the job or not (sbatch: {refusal or 'no word'}), and it is not in the queue "
         "so far: before you submit again, see whether `squeue --me --format='%i %o'` shows one with a script "
-        f"in {folder}, and scancel it."
+        f"in {request.folder}, and scancel it."
     )
 
 
@@ -269,74 +386,25 @@ def _adopt(folder: Path, seconds: float = 0) -> str:
     return job_id
 
 
-def _executor(request: Request, site: Site, folder: Path, results_dir: Path) -> "submitit.AutoExecutor":
-    """Return submitit's executor, with the options that the stage's job script gives sbatch and srun."""
-    import submitit
-
-    shape = request.resources
-
-    # The text of slurm_python goes into the job's shell unchanged, so job_env.sh decides what it means.
-    in_the_job = (
-        '--cpus-per-task="$SLURM_CPUS_PER_TASK" "${SITE_SRUN_ARGS[@]}" '
-        '"${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python'
-    )
-    executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_python=in_the_job)
-    executor.update_parameters(
-        name=request.job_name,
-        nodes=shape.nodes,
-        tasks_per_node=shape.tasks_per_node,
-        timeout_min=request.minutes or site.minutes or DEFAULT_MINUTES,
-        stderr_to_stdout=True,
-        slurm_partition=request.partition,
-        slurm_additional_parameters={
-            **sbatch_options(site, shape),
-            "signal": "USR2@60",
-            "requeue": True,
-        },
-        slurm_setup=[
-            "set -euo pipefail",
-            *(["set -- --plain"] if request.stage.plain else []),
-            f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}",
-            f"TRAINKIT_RESULTS_DIR={shlex.quote(str(results_dir.absolute()))}",
-        ],
-        slurm_srun_args=[
-            "--kill-on-bad-exit=1",
-            "--wait=60",
-            "--open-mode=append",  # rank 0 writes into the job script's log
-        ],
-    )
-    return executor
+def _sbatch_variables(request: Request) -> dict[str, str]:
+    """Return the SBATCH_* variables, which override a script's lines, so they include the options."""
+    variables = dict(request.site.sbatch)
+    if request.partition:
+        variables["SBATCH_PARTITION"] = request.partition
+    if request.minutes:
+        variables["SBATCH_TIMELIMIT"] = str(request.minutes)
+    for name in NOT_FOR_SUBMITIT:
+        variables.pop(name, None)
+    return variables
 
 
-def _overrides(request: Request, site: Site) -> dict[str, str]:
-    """Return the SBATCH_* variables, which override the script's lines, so they include the options."""
-    asked = {"SBATCH_PARTITION": request.partition, "SBATCH_TIMELIMIT": request.minutes}
-    return site.sbatch | {name: str(value) for name, value in asked.items() if value}
-
-
-def main(stage_name: str, description: str) -> int:
-    """Submit the job that the command line of a submit.py asks for; return the exit code.
+def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespace]:
+    """Read the command line of a submit.py: the job that it asks for, and its own options.
 
     Raises:
-        UserError: for every mistake that the user can correct.
+        UserError: for a mistake in it, or in slurm/site.sh.
     """
-    request, own = _parse(STAGES[stage_name], description)
-    site = read_site()
-    if own.dry_run:
-        tell(preview(request, site))
-        return 0
-    handle = submit(request, site, new_folder(request, site))
-    if isinstance(handle, LocalHandle):
-        tell(f"{why_local(request.here)}: running as {request.resources.tasks} local process(es)")
-    else:
-        tell(f"job {handle.job_id} submitted: {request.resources}")
-        if held := slurm.job_of_this_shell():
-            tell(f"note: {held}")
-    tell(handle.how_to_follow())
-    return follow(handle) if own.wait else 0
-
-
-def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]:
+    stage = STAGES[stage_name]
     parser = Parser(
         description=description,
         epilog=f"All other options go to the training unchanged; `python {stage.script.name} --help` "
@@ -369,12 +437,34 @@ def _parse(stage: Stage, description: str) -> tuple[Request, argparse.Namespace]
     if own.script or own.plain:
         stage = stage.with_script(own.script or own.plain, plain=bool(own.plain))
     for_the_stage = (*unknown, *theirs)
+    why_here = why_local(own.local)
     if own.gpus is None:
         own.gpus = stage.default_gpus
-        if stage.name != SINGLE and why_local(own.local) and "--no-cuda" not in for_the_stage:
+        if stage.name != SINGLE and why_here and "--no-cuda" not in for_the_stage:
             own.gpus = local.gpus_here() or stage.default_gpus
-    shape = resources(stage, own.gpus, own.nodes, own.cpus_per_gpu)
-    return Request(stage, shape, for_the_stage, own.time, own.partition, own.local), own
+    site = read_site()
+    request = Request(
+        stage=stage,
+        resources=resources(stage, own.gpus, own.nodes, own.cpus_per_gpu),
+        arguments=for_the_stage,
+        site=site,
+        folder=new_folder(site, stage),
+        minutes=own.time,
+        partition=own.partition,
+        why_here=why_here,
+    )
+    return request, own
+
+
+def announce(request: Request, job: Handle) -> None:
+    """Print what was sent, and how to follow it."""
+    if request.why_here:
+        tell(f"{request.why_here}: running as {request.resources.tasks} local process(es)")
+    else:
+        tell(f"job {job.job_id} submitted: {request.resources}")
+        if held := slurm.job_of_this_shell():
+            tell(f"note: {held}")
+    tell(job.how_to_follow())
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:

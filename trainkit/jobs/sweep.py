@@ -95,9 +95,12 @@ class Grid:
 class Sweep:
     """What all runs share, and their folder, which holds the sweep's whole state: CSV and job of each.
 
-    `arguments` go to every run, and `opts` is what they mean at this `site`. `here` is for runs on this
-    machine, even if there is a Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit
+    `arguments` go to every run, and `opts` is what they mean at this `site`. `why_here` is why the runs are
+    on this machine, "" if they go to Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit
     of a run. The script of a `plain` sweep does not use the kit: its runs differ only in their GPUs.
+
+    Its jobs are not an array of Slurm, though submitit could send one: all jobs of an array ask for the same
+    nodes and GPUs, and those of a sweep differ in just that.
 
     Raises:
         UserError: for options that the runs cannot share.
@@ -108,7 +111,7 @@ class Sweep:
     opts: Options
     site: Site
     minutes: int
-    here: bool
+    why_here: str
     gpus_here: int = 0
     cpus_per_gpu: int = 2
     partition: str | None = None
@@ -150,9 +153,9 @@ class Sweep:
     def _check(self, run: PlannedRun) -> None:
         """Raise a UserError if the run makes no sense."""
         gpus, most = run.shape.gpus, self.gpus_here or len(os.sched_getaffinity(0))
-        if self.here and gpus > most:
+        if self.why_here and gpus > most:
             raise UserError(f"{gpus} workers are more than the {most} found here")
-        on_cpu = self.opts.no_cuda or (self.here and not self.gpus_here)
+        on_cpu = self.opts.no_cuda or (self.why_here and not self.gpus_here)
         if run.stage.name == DP and gpus > 1 and on_cpu:
             raise UserError("without GPUs, stage dp on several devices is the plain model on one")
         sizes = {"batch_size": run.batch_size, "train_size": run.train_size}
@@ -196,15 +199,23 @@ class Sweep:
         if not self.plain:
             arguments += [*run.arguments(), "--precision", precision]
             arguments += ["--seed", str(self.opts.seed + run.repeat - 1), "--results-dir", str(place)]
-        threads = 1 if self.here else None  # or runs with fewer workers would have more threads each
+        folder = submission.new_folder(site, run.stage)
         request = Request(
-            run.stage, run.shape, tuple(arguments), self.minutes, self.partition, self.here, threads
+            stage=run.stage,
+            resources=run.shape,
+            arguments=tuple(arguments),
+            site=site,
+            folder=folder,
+            minutes=self.minutes,
+            partition=self.partition,
+            why_here=self.why_here,
+            threads=1 if self.why_here else None,  # or runs with fewer workers would have more threads each
         )
-        folder = submission.new_folder(request, site)
         check_writable(place, "the run", "free the space, or give another --out.")
         (place / "job").unlink(missing_ok=True)
         (place / "job").symlink_to(folder)  # before the job, so that `attach` always finds it
-        return submission.submit(request, site, folder)
+        submit = submission.submitter(run.stage)
+        return submit(request)
 
     def attach(self, run: PlannedRun) -> Handle | None:
         """Return the latest job of `run`, also of an earlier call, or None if there is none."""
@@ -281,7 +292,7 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
     over = {"failed"} if sweep.plain else ENDED  # a plain one may have ended well meanwhile
     active = {run: job for run in todo if (job := sweep.attach(run)) and job.state().name not in over}
     waiting = [run for run in todo if run not in active]
-    most = room = 1 if sweep.here else max_jobs
+    most = room = 1 if sweep.why_here else max_jobs
     shown: dict[PlannedRun, State] = {}
     failed: list[str] = []
     if waiting and most > 1 and sweep.precision() == "auto":
@@ -354,14 +365,14 @@ def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | Non
     plan = f"{len(planned)} runs, {len(planned) - len(todo)} of them finished"
     if run_seconds:
         plan += f"; the others take at least about {math.ceil(len(todo) * run_seconds / 60)} minute(s)"
-    elif not sweep.here:
+    elif not sweep.why_here:
         hours = sum(run.shape.gpus for run in todo) * sweep.minutes / 60
         plan += (
             f"; the others take {hours:.1f} GPU-hours if each needs its whole time limit of "
             f"{sweep.minutes} minutes"
         )
     tell(plan)
-    held = "" if sweep.here else slurm.job_of_this_shell()
+    held = "" if sweep.why_here else slurm.job_of_this_shell()
     if held:
         tell(f"note: {held}")
 

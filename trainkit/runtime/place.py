@@ -27,7 +27,7 @@ class Place:
 
 
 # The launchers that set RANK, LOCAL_RANK and WORLD_SIZE, and the variable that identifies each; the first
-# that is set counts. submitit's processes set the three themselves (trainkit/jobs/local.py).
+# that is set counts. submitit's processes set the three themselves (trainkit/jobs/training.py).
 LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "submitit": "SUBMITIT_EXECUTOR", "srun": "SLURM_STEP_ID"}
 OF_PYTORCH = "RANK", "LOCAL_RANK", "WORLD_SIZE"
 # Inside an srun step. The batch script has the first two as well, and there they are 0.
