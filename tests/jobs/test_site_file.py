@@ -20,6 +20,7 @@ BAD = {
     b"cat <<X >/dev/null\nexport SBATCH_QOS=short\n": NO_SHELL_CODE,
     b"exit 0\n": ENDS,
     b"module load cuda\n": ENDS,
+    b"SITE_GPUS=a100\n": "SITE_GPUS of slurm/site.sh has 'a100'",
     b"SITE_DATA_DIR='~/data'\n": "slurm/site.sh names the folder ~/data, relative to where you are",
 }
 
@@ -47,6 +48,13 @@ def test_a_site_file_that_cannot_be_used(checkout: Checkout) -> None:
     done = checkout.submit_py("single", "--dry-run")
     assert done.returncode == 1
     assert re.fullmatch(rf"error: {ENDS}.*\(line 1: module: command not found\)\n", done.stderr), done.stderr
+
+
+def test_the_words_of_a_site(checkout: Checkout) -> None:
+    """They may be empty, or an array, as other words in this file are."""
+    checkout.site("SITE_GPUS=(--gres=gpu:a100:%d --constraint=a100)\nSITE_MEM=\n")
+    words = {"SITE_GPUS": "--gres=gpu:a100:%d --constraint=a100", "SITE_MEM": ""}
+    assert site.read_site().words == site.WORDS | words
 
 
 @pytest.mark.parametrize(

@@ -216,8 +216,9 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
 def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:
     checkout.fake("srun", "")
     checkout.fake("sbatch", "")  # only asked for
+    checkout.site("export SBATCH_TIMELIMIT=1:00:00\n")
     arguments = ("--gpus", "1,3,4", "--gpus-per-node", 2, "--batch-size", "64,512", "--scaling", "both")
-    arguments += ("--train-size", 600, "--num-workers", "0,2", "--repeats", 2, "--time", "01:00:00")
+    arguments += ("--train-size", 600, "--num-workers", "0,2", "--repeats", 2)
     done = succeeded(checkout.start_sweep(*arguments, "--dry-run"))
     runs = re.findall(r"^(\S+-r\d) +to run", done.stdout, re.MULTILINE)
     shapes = ("single-1gpu-batch64", "dp-1gpu-batch64", "ddp-1gpu-batch64")
