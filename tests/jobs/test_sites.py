@@ -82,7 +82,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_site_of_another_kind(kind: Kind, tmp_path: Path) -> None:
-    """It refuses the job scripts, the sentence and the doctor say what to do, and then the job goes well."""
+    """It refuses the job scripts, a sentence and the doctor say what to do, and then jobs go well."""
     conf = tmp_path / "conf"
     conf.mkdir()
     (conf / "slurm.conf").write_text(f"JobSubmitPlugins=lua\n{kind.conf}")
@@ -104,6 +104,9 @@ def test_a_site_of_another_kind(kind: Kind, tmp_path: Path) -> None:
         assert "job script" in submission["warning"]["message"]
 
         checkout.site(kind.site)
+        script = checkout.folder / "job.sh"
+        script.write_text(succeeded(checkout.submit_py(stage, *asked, "--dry-run")).stdout)
+        succeeded(cluster.run(["sbatch", "--test-only", script]))
         done = succeeded(checkout.submit_py(stage, *asked, "--wait"))
         job = int(re.match(r"job (\d+) ", done.stdout)[1])
         seen = cluster.job(job)
