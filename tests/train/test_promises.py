@@ -24,7 +24,9 @@ def test_the_list_of_promises_is_up_to_date() -> None:
     promises = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(promises) >= 20
     for promise in promises:
-        held_by = re.findall(r"`(\w+\.py)`: (`\w+`(?:, `\w+`)*)", promise)
+        _, _, page, tests, _ = promise.split("|")
+        assert re.search(r"\]\([\w./-]+\.md#[\w-]+\)", page), promise  # tests/docs looks for its heading
+        held_by = re.findall(r"`(\w+\.py)`: (`\w+`(?:, `\w+`)*)", tests)
         assert held_by, promise
         for file, names in held_by:
             (path,) = REPOSITORY.glob(f"tests/*/{file}")
