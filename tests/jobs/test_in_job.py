@@ -18,7 +18,7 @@ RECORDED = Path(__file__).parent / "scontrol"
 RELEASES = ("22.05", "24.11", "26.05")
 KILLED = "srun: error: n1: task 1: Killed"
 NODE_FAILED = "srun: error: Node failure on n2"
-BACK, GOES_ON = "back to the queue", "--checkpoint-dir"
+GOES_ON = "--checkpoint-dir"
 
 
 @pytest.fixture(params=RELEASES)

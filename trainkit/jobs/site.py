@@ -78,7 +78,9 @@ env -0 SITE_GPUS="${SITE_GPUS[*]}" SITE_CPUS="${SITE_CPUS[*]}" SITE_MEM="${SITE_
         sentence = words[-1].removeprefix("error: ")
         # Where a line of the file ends the shell, bash has said before which one.
         lines = [line.partition("site.sh: ")[2] for line in words if "site.sh: line " in line]
-        raise UserError(f"{sentence} ({lines[-1]})" if lines else sentence)
+        if lines and lines[-1] not in sentence:
+            sentence = f"{sentence} ({lines[-1]})"
+        raise UserError(sentence)
     variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
     folders = ("TRAINKIT_DATA_DIR", "TRAINKIT_RESULTS_DIR", "JOBS_DIR")
     return Site(
