@@ -1,12 +1,13 @@
 """The project as a whole: style, dependencies, and documents that are true."""
 
 import argparse
+import csv
 import os
 import re
-import runpy
 import shlex
 import sys
 from pathlib import Path
+from statistics import median
 from xml.etree import ElementTree
 
 import lessons
@@ -81,17 +82,31 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert f"\ndef {test}(" in (page.parent / file).read_text(), test
 
 
-def test_the_speed_of_a_step_is_that_of_long_epochs() -> None:
+def test_the_speed_of_a_training_is_that_of_long_epochs() -> None:
     """In one of 14 steps, how it begins and ends is a part of the result."""
+    folder = REPOSITORY / "results" / "sample" / "h100" / "one_gpu"
+    runs = records.by_run(records.read(folder / "kit_runs.csv")).values()
+    past_warmup = [[row for row in run if not row["warmup"]] for run in runs]
+    assert all(row["train_seconds"] > 3 for rows in past_warmup for row in rows)
+    with (folder / "steps.csv").open() as file:
+        told = sorted(int(row["images_per_s"]) for row in csv.DictReader(file) if row["loop"] == "kit")
+    assert told == sorted(round(median(row["images_per_s"] for row in rows)) for rows in past_warmup)
+
+
+def test_the_table_of_steps_compares_rows_of_one_session() -> None:
+    """Where the GPU waits for the CPU, two sessions differ by more than most ways of making the step."""
+    folder = REPOSITORY / "results" / "sample" / "h100" / "one_gpu"
     lesson = (REPOSITORY / "01_singlegpu" / "README.md").read_text()
-    (sources,) = re.findall(r"<!-- quote: bench on_a_gpu (.*) -->", lesson)
-    places = [REPOSITORY / "01_singlegpu" / source for source in sources.split()]
-    files = [file for place in places for file in (place.glob("*.csv") if place.is_dir() else [place])]
-    assert len(files) == 3 and min(row["steps"] for file in files for row in records.read(file)) > 400
-    shapes = runpy.run_path(str(REPOSITORY / "tools" / "bench" / "on_a_gpu.py"))["SHAPES"]
-    for arguments in shapes.values():
-        options = dict(zip(arguments[::2], arguments[1::2], strict=True))
-        assert options["--train-size"] > 400 * options["--batch-size"]
+    table = lesson.partition("<!-- quote: bench on_a_gpu")[2].partition("<!-- end quote")[0].splitlines()
+    cells = [line.strip("| ").split(" | ") for line in table[3:]]
+    with (folder / "steps.csv").open() as file:
+        session = {
+            (row["shape"], row["way"], f"{int(row['images_per_s']):,}"): row["session"]
+            for row in csv.DictReader(file)
+            if row["loop"] == "one batch"
+        }
+    sessions = {(shape, session[f"{shape} Adadelta", way, speed]) for shape, way, speed, *_ in cells}
+    assert len(sessions) == len({shape for shape, *_ in cells}) == 3
 
 
 def test_the_glossary_is_in_order() -> None:

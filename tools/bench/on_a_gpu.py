@@ -27,27 +27,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SINGLE = "01_singlegpu/mnist_singlegpu.py"
 DDP = "03_multigpu_ddp/mnist_ddp.py"
 CAPTURED = "03_multigpu_ddp/beyond/captured.py"
-# An epoch lasts three seconds or more: of one that takes a tenth of a second, much is its begin and its end.
 SHAPES = {
-    "128 tf32": ("--batch-size", 128, "--precision", "tf32", "--epochs", 4, "--train-size", 600_000),
-    "1024 bf16": ("--batch-size", 1024, "--precision", "bf16", "--epochs", 4, "--train-size", 2_000_000),
-    "4096 bf16": ("--batch-size", 4096, "--precision", "bf16", "--epochs", 4, "--train-size", 2_000_000),
-}
-WAYS = {
-    "eager": (DDP,),
-    "graphed": (CAPTURED, "--how", "graphed"),
-    "captured": (CAPTURED,),
-    "compiled": (CAPTURED, "--how", "eager", "--compile"),
-    "compiled and captured": (CAPTURED, "--compile"),
-}
-# How the step of a run was made, by the stage in its record.
-WAY_OF_STAGE = {
-    "single": "eager",
-    "ddp": "eager",
-    "ddp-graphed": "graphed",
-    "ddp-captured": "captured",
-    "ddp-eager-compiled": "compiled",
-    "ddp-captured-compiled": "compiled and captured",
+    "128 tf32": ("--batch-size", 128, "--precision", "tf32"),
+    "1024 bf16": ("--batch-size", 1024, "--precision", "bf16"),
+    "4096 bf16": ("--batch-size", 4096, "--precision", "bf16"),
 }
 SCRIPTS = REPOSITORY / "tools" / "bench" / "gpu"
 SHAPES_TO_COMPILE = ("128 tf32 Adadelta", "1024 bf16 Adadelta", "4096 bf16 Adadelta", "128 bf16 Adam")
@@ -160,45 +143,51 @@ def train(until: float, folder: Path, *command: object) -> list[Row]:
     return records.read(new.pop()) if new else []
 
 
-def past_warmup(rows: list[Row]) -> list[float]:
-    """Return images per second of each epoch past the warm-up."""
-    return [row["images_per_s"] for row in rows if not row["warmup"]]
-
-
 def steady(rows: list[Row]) -> float:
     """Return images per second of the median epoch past the warm-up."""
-    return median(past_warmup(rows))
+    return median(row["images_per_s"] for row in rows if not row["warmup"])
 
 
-def speed_row(run: list[Row], eager: float) -> Row:
-    """Return the line of one run in the table of steps; `eager`: images/s of the step as it is."""
-    speeds = past_warmup(run)
+def table(steps: Path) -> str:
+    """Lay out what steps.py has measured with the recipe classic as a table for people.
+
+    Where the GPU waits for the CPU, sessions differ by more than most ways do. So all rows of a batch are of
+    one session, the one in which most ways were measured.
+    """
+    with steps.open() as file:
+        rows = list(csv.DictReader(file))
+    lines = []
+    for shape in SHAPES:
+        ways_of_session = defaultdict(lambda: defaultdict(dict))
+        for row in rows:
+            if row["shape"] == f"{shape} Adadelta":
+                ways_of_session[row["session"]][row["way"]][row["loop"]] = row
+        ways = max(ways_of_session.values(), key=len)
+        eager = float(ways["eager"]["one batch"]["images_per_s"])
+        lines += [step_row(shape, way, loops, eager) for way, loops in ways.items()]
+    cells = [[*lines[0]], ["---"] * len(lines[0]), *([*line.values()] for line in lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def step_row(shape: str, way: str, loops: dict[str, dict[str, str]], eager: float) -> dict[str, str]:
+    """Return a line of the table of steps; `eager`: images/s of the eager step on one batch."""
+    alone, training = loops["one batch"], loops.get("kit")
     return {
-        "batch, precision": f"{run[0]['global_batch']} {run[0]['precision']}",
-        "step": WAY_OF_STAGE[run[0]["stage"]],
-        "images/s": f"{steady(run):,.0f}",
-        "min..max": f"{min(speeds):,.0f}..{max(speeds):,.0f}",
-        "x eager": f"{steady(run) / eager:.2f}",
-        "ms a step": f"{1000 * run[0]['global_batch'] / steady(run):.2f}",
+        "batch, precision": shape,
+        "step": way,
+        "images/s": f"{int(alone['images_per_s']):,}",
+        "min..max": spread(alone),
+        "x eager": f"{int(alone['images_per_s']) / eager:.2f}",
+        "ms": f"{float(alone['ms_per_step']):.2f}",
+        "in a training, images/s": f"{int(training['images_per_s']):,}" if training else "",
+        "its min..max": spread(training) if training else "",
+        "its ms": f"{float(training['ms_per_step']):.2f}" if training else "",
     }
 
 
-def table(*sources: Path) -> str:
-    """Lay out the steps of recorded runs, which lie in files or folders, as a table for people."""
-    files = [file for source in sources for file in ([source] if source.is_file() else source.glob("*.csv"))]
-    runs = [run for file in files for run in records.by_run(records.read(file)).values()]
-    of_shape = defaultdict(dict)
-    for run in runs:
-        shape = run[0]["global_batch"], run[0]["precision"]
-        of_shape[shape][WAY_OF_STAGE[run[0]["stage"]]] = run
-    rows = [
-        speed_row(ways[way], steady(ways["eager"]))
-        for _, ways in sorted(of_shape.items())
-        for way in WAYS
-        if way in ways
-    ]
-    lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def spread(row: dict[str, str]) -> str:
+    """Return the slowest and the fastest window or epoch."""
+    return f"{int(row['slowest']):,}..{int(row['fastest']):,}"
 
 
 def accuracy(folder: Path, until: float) -> Iterator[Row]:
@@ -217,7 +206,7 @@ def accuracy(folder: Path, until: float) -> Iterator[Row]:
 def kernels(folder: Path, until: float) -> Iterator[Row]:
     """What the GPU does in a step of stage 03, from the profiler's trace."""
     for shape in ("128 tf32", "1024 bf16", "4096 bf16"):
-        run(until, "03_multigpu_ddp/breakdown.py", *SHAPES[shape][:4], "--trace", "--results-dir", folder)
+        run(until, "03_multigpu_ddp/breakdown.py", *SHAPES[shape], "--trace", "--results-dir", folder)
         for trace in folder.glob("breakdown/*.json"):
             (table,) = folder.glob(f"breakdown/{trace.name.split('.')[0]}.tsv")
             with table.open() as file:
@@ -239,8 +228,8 @@ def traces(folder: Path, until: float) -> Iterator[Row]:
     """Sampled trainings of 20 seconds or more, and their verdicts."""
     long = {
         "captured_64_tf32": (CAPTURED, "--batch-size", 64, "--precision", "tf32", "--epochs", 22),
-        "captured_1024_bf16": (CAPTURED, *SHAPES["1024 bf16"][:4], "--train-size", 2_000_000, "--epochs", 4),
-        "healthy_4096_bf16": (SINGLE, *SHAPES["4096 bf16"][:4], "--train-size", 4_000_000, "--epochs", 3),
+        "captured_1024_bf16": (CAPTURED, *SHAPES["1024 bf16"], "--train-size", 2_000_000, "--epochs", 4),
+        "healthy_4096_bf16": (SINGLE, *SHAPES["4096 bf16"], "--train-size", 4_000_000, "--epochs", 3),
     }
     for name, (script, *options) in long.items():
         results = folder / name / "training"
