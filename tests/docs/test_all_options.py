@@ -98,7 +98,7 @@ WITHOUT = {
     "slurm/doctor.py",  # starts trainkit/doctor/cli.py
     "slurm/practice_cluster/adopt.py",
     "slurm/practice_cluster/init.py",
-    "trainkit/jobs/why.py",  # asked by slurm/job_env.sh
+    "trainkit/jobs/in_job.py",  # asked by slurm/job_env.sh
     "trainkit/runtime/as_main.py",  # started by plain.py
     "trainkit/runtime/plain.py",  # started by the job scripts
     "trainkit/runtime/torchrun.py",  # torchrun's own
