@@ -554,6 +554,34 @@ def test_a_job_that_never_ran_and_another_with_its_number(
     assert job.state().name == "failed" and "does not say so" in job.state().detail
 
 
+def test_slurm_is_asked_seldom(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But at once when the job begins, and when it ends."""
+    asked = checkout.folder / "asked"
+    checkout.fake("scontrol", f"echo >>'{asked}'; {_show('$(<state)')}")
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    monkeypatch.chdir(checkout.folder)
+    job = replace(job_seven(checkout), folder=checkout.folder / "job")
+
+    def look(state: str) -> tuple[str, int]:
+        """The state that is told after three looks, and how often Slurm was asked so far."""
+        Path("state").write_text(state)
+        name = [job.state().name for _ in range(3)][-1]
+        return name, asked.read_text().count("\n")
+
+    assert look("PENDING") == ("queued", 1)
+    job.folder.mkdir()
+    assert look("RUNNING") == ("running", 2)
+    assert look("COMPLETING") == ("running", 2)
+    job_folder.keep_outcome(job.folder, WELL)
+    assert look("COMPLETING") == ("running", 5)
+    assert look("COMPLETED")[0] == "done"
+    # A job in the queue may have the outcome of its last start.
+    job_folder.keep_outcome(job.folder, WENT_BACK)
+    assert look("PENDING")[0] == "queued"
+    before = asked.read_text().count("\n")
+    assert look("PENDING") == ("queued", before)
+
+
 class Script(SlurmHandle):
     """A job whose states are known beforehand."""
 

@@ -6,6 +6,7 @@ in its folder at its end (in_job.py); for local processes, from the ranks' notes
 that it asks `sacct`, which many clusters do not have.
 """
 
+import math
 import os
 import re
 import shlex
@@ -31,6 +32,7 @@ NEVER_MET = "never met"  # what a verdict says of ranks that trained each by its
 PEERS_SECONDS = 2  # for the other ranks to end by themselves after one failed
 OUTCOME_SECONDS = 60  # until a shared file system shows the outcome of a job that has ended
 MOST_OF_A_LOG = 2**24  # bytes that are read
+ASK_SECONDS = 15  # between questions to Slurm's controller, which answers everybody who waits for a job
 PATIENCE_SECONDS = 300  # while Slurm does not answer: its daemon may be restarting
 
 # The last words of a job script and of a Python program; the first pattern found counts.
@@ -106,13 +108,20 @@ class Handle:
 
 @dataclass
 class SlurmHandle(Handle):
-    """A job of Slurm."""
+    """A job of Slurm.
+
+    `facts` are what Slurm said of it at last, when its folder was as in `seen`: whether the job has begun,
+    and whether it has left its outcome.
+    """
 
     answered_at: float = field(default_factory=time.monotonic)
     ended_at: float | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+    asked_at: float = -math.inf
+    seen: tuple[bool, bool] | None = None
 
     def _look(self) -> State:
-        facts = slurm.job_facts(self.job_id)
+        facts = self._ask()
         state, reason = facts["JobState"], facts.get("Reason", "")
         if state == "UNKNOWN":
             if time.monotonic() - self.answered_at > PATIENCE_SECONDS:
@@ -143,6 +152,20 @@ class SlurmHandle(Handle):
             failure = "; ".join(filter(None, [*reasons, FAILED[state]])) or self._last_words()
             return State("failed", failure or f"Slurm gives the reason {reason or state}; see {self.log}")
         return State("running", self._progress())
+
+    def _ask(self) -> dict[str, str]:
+        """Return what Slurm says of the job, some seconds old at most.
+
+        It is asked at once when the job has begun, and from when it has left its outcome until Slurm knows
+        that it has ended, or gone back to the queue.
+        """
+        seen = (self.folder.exists(), (self.folder / job_folder.OUTCOME).exists())
+        about_to_end = seen[1] and self.facts.get("JobState") not in QUEUED
+        recent = time.monotonic() - self.asked_at < ASK_SECONDS
+        if recent and seen == self.seen and not about_to_end:
+            return self.facts
+        self.facts, self.asked_at, self.seen = slurm.job_facts(self.job_id), time.monotonic(), seen
+        return self.facts
 
     @staticmethod
     def _is_judged_by(outcome: job_folder.Outcome, state: str, plain: bool) -> bool:
