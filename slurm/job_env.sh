@@ -164,9 +164,10 @@ if ! getent ahosts "$MASTER_ADDR" >/dev/null; then
         fail "neither $name nor its address in Slurm ($MASTER_ADDR) can be resolved on $(hostname): \
 report it to your admin."
 fi
-# The port comes from the job's number, so that two jobs on one node do not collide, and is below those that
-# the system hands out by itself (32768 and up).
-MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
+# The port comes from the job's number, so that two jobs on one node do not collide.
+first_port=${SITE_PORTS%-*}
+last_port=${SITE_PORTS#*-}
+MASTER_PORT=${MASTER_PORT:-$((first_port + SLURM_JOB_ID % (last_port - first_port + 1)))}
 export MASTER_ADDR MASTER_PORT
 if [[ -n ${SITE_NETWORK_INTERFACE:-} ]]; then
     export NCCL_SOCKET_IFNAME=$SITE_NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$SITE_NETWORK_INTERFACE
@@ -289,7 +290,8 @@ in_job() {
     local launcher=srun ask
     [[ -z ${ranks:-} ]] || launcher=torchrun # by slurm_submit_torchrun.sh
     ask=(python -m trainkit.jobs.in_job "$@" "--facts=$facts" "--folder=$TRAINKIT_JOB_DIR" "--log=$own_log"
-        "--launcher=$launcher" "--code=$code" "--seconds=$SECONDS" "--restart=${SLURM_RESTART_COUNT:-0}")
+        "--launcher=$launcher" "--code=$code" "--seconds=$SECONDS" "--restart=${SLURM_RESTART_COUNT:-0}"
+        "--most-restarts=$SITE_MOST_RESTARTS")
     [[ -z $ended_from_outside ]] || ask+=(--from-outside)
     "${ask[@]}" 2>/dev/null < <(printed) && return
     [[ -z $requeued ]] || return
@@ -303,6 +305,7 @@ in_job() {
 # Whether a job that has saved may go back to the queue. There may be seconds only, so Python is not asked where
 # it is certain: at the time limit, and after a signal that only the ranks got.
 may_go_back() {
+    ((${SLURM_RESTART_COUNT:-0} < SITE_MOST_RESTARTS)) || return 1 # in a trap `return` alone has an older status
     [[ $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job back) == yes ]]
 }
 

@@ -40,7 +40,8 @@
 # --- 4. How the processes start and meet --------------------------------------------------------
 #SITE_SRUN_ARGS=(--mpi=none)               # more arguments for srun
 #SITE_NETWORK_INTERFACE=ib0                # the network between nodes, for NCCL and gloo
-#MASTER_PORT=23456                         # where ranks meet; default: a port by the job's number
+#SITE_PORTS=20000-20999                    # where ranks may meet; the job's number chooses; default: 10000-29999
+#SITE_MOST_RESTARTS=20                     # how often a job that has saved may go back to the queue; default: 50
 
 # --- 5. What a job reports about itself ---------------------------------------------------------
 #SITE_MONITOR=off                          # no samples of what it uses, and no verdict in its log; default: on

@@ -47,6 +47,13 @@ for path in "$TRAINKIT_DATA_DIR" "$TRAINKIT_RESULTS_DIR" "$JOBS_DIR"; do
 done
 [[ ${SITE_MONITOR:=on} == on || $SITE_MONITOR == off ]] ||
     fail "SITE_MONITOR is on or off, not $SITE_MONITOR: correct it in slurm/site.sh or in your shell."
+[[ ${SITE_MOST_RESTARTS:=50} =~ ^(0|[1-9][0-9]*)$ ]] ||
+    fail "SITE_MOST_RESTARTS is a number, not $SITE_MOST_RESTARTS: correct it in slurm/site.sh or in your shell."
+# Below those that the system hands out by itself (32768 and up).
+: "${SITE_PORTS:=10000-29999}"
+if [[ ! $SITE_PORTS =~ ^[1-9][0-9]*-[1-9][0-9]*$ ]] || ((${SITE_PORTS%-*} > ${SITE_PORTS#*-})); then
+    fail "SITE_PORTS is a range such as 10000-29999, not $SITE_PORTS: correct it in slurm/site.sh or in your shell."
+fi
 export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # trainkit, where it is not installed
 
 # Make the job's Python ready. Jobs run with `set -u`, which neither module nor conda can bear.

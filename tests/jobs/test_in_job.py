@@ -59,6 +59,9 @@ def test_a_users_words_are_not_slurms() -> None:
         ("preempted", Ending(143, seconds=3), True),
         ("rank_failed", Ending(1, seconds=3), False),
         ("rank_failed", Ending(1, seconds=in_job.SOON_SECONDS), True),
+        ("ended_well", Ending(0, restart=2, most_restarts=3), True),
+        ("ended_well", Ending(0, restart=3, most_restarts=3), False),
+        ("time_limit", Ending(143, from_outside=True, restart=3, most_restarts=3), False),
     ],
 )
 def test_which_jobs_that_have_saved_go_back(
@@ -122,6 +125,14 @@ def test_slurm_refuses_the_way_back(release: str, tmp_path: Path) -> None:
     assert f"{GOES_ON} {outcome.saved}" in outcome.why[0]
     (tmp_path / "plain").touch()  # its script may have other options
     assert GOES_ON not in end(tmp_path, facts(release, "ended_well"), ending).why[0]
+
+
+def test_it_has_come_back_too_often(release: str, tmp_path: Path) -> None:
+    """Nor must this one count as COMPLETED."""
+    (tmp_path / "stopped").write_text("/somewhere\n")
+    outcome = end(tmp_path, facts(release, "requeued"), Ending(0, restart=3, most_restarts=3))
+    assert outcome.exit_code == 1 and not outcome.requeued
+    assert "SITE_MOST_RESTARTS" in outcome.why[0] and f"{GOES_ON} /somewhere" in outcome.why[0]
 
 
 def test_preempted_before_it_has_saved(release: str, tmp_path: Path) -> None:

@@ -254,18 +254,23 @@ def test_submitit_and_who_failed(on_cluster: Checkout) -> None:
 
 
 def test_a_job_that_goes_back_to_the_queue(on_cluster: Checkout) -> None:
-    """Its samples go on in the same files; the signal before the time limit does not end them."""
+    """Its samples go on in the same files; the signal before the time limit does not end them.
+
+    It goes back as often as the site allows.
+    """
+    on_cluster.site(f"{ON}SITE_MOST_RESTARTS=1\n")
     ending = """
     wait_for_samples(1)
     if restart == "0":
         subprocess.run(["scancel", "--signal=USR2", os.environ["SLURM_JOB_ID"]], check=True)
         wait_for_samples(2)
-        (folder / "stopped").write_text("here")"""
+    (folder / "stopped").write_text("here")"""
     job = on_cluster.submit("single", plant(on_cluster, ending))
     state = on_cluster.cluster.wait(job)
     log = on_cluster.log(job)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
-    assert len(re.findall(rf"\nwatch   job {job} .*\nended ", log)) == 2, log
+    assert (state["JobState"], state["Restarts"]) == ("FAILED", "1"), log
+    assert len(re.findall(rf"\nwatch   job {job} .*\n(why .*\n)?ended ", log)) == 2, log
+    assert re.search("^why .*SITE_MOST_RESTARTS.* with --checkpoint-dir here$", log, re.M), log
     (file,) = monitor_of(on_cluster, job).glob("*.csv")
     assert file.read_text().count("time,") == 1
     assert len({row["time"] for row in samples.read(file.parent)}) >= 4

@@ -22,6 +22,8 @@ BAD = {
     b"module load cuda\n": ENDS,
     b"SITE_GPUS=a100\n": "SITE_GPUS of slurm/site.sh has 'a100'",
     b"SITE_DATA_DIR='~/data'\n": "slurm/site.sh names the folder ~/data, relative to where you are",
+    b"SITE_PORTS=20000\n": "SITE_PORTS is a range such as 10000-29999, not 20000",
+    b"SITE_MOST_RESTARTS=many\n": "SITE_MOST_RESTARTS is a number, not many",
 }
 
 

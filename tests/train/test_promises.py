@@ -192,19 +192,19 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
     checkout.fake(
         "scontrol", "printf '127.0.0.2\\n127.0.0.3\\n'"
     )  # show hostnames; as addresses they resolve
-    checkout.fake("srun", 'printf \'%s\\n\' "$MASTER_ADDR" "$MASTER_PORT" "$@" >told; echo "python  here"')
+    checkout.fake("srun", 'printf \'%s\\n\' "$MASTER_ADDR" "$MASTER_PORT" "$@" >told')
     told = []
-    for job in ("41", "42"):
+    for job, ports in {"41": "10000-29999", "42": "20000-20009"}.items():
         done = checkout.run(
             "bash", script, cwd=script.parent, PATH=f"{checkout.commands}:{os.environ['PATH']}",
             SLURM_SUBMIT_DIR=str(script.parent), SLURM_JOB_ID=job, SLURM_JOB_NODELIST="n[1-2]",
-            SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="3", SLURM_GPUS_ON_NODE="2",
+            SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="3", SLURM_GPUS_ON_NODE="2", SITE_PORTS=ports,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         told.append((script.parent / "told").read_text().splitlines())
     (address, port, *arguments), (_, other_port, *_) = told
     assert address == "127.0.0.2"
-    assert 1024 < int(port) < 32768 and port != other_port
+    assert (port, other_port) == ("10041", "20002")
     to_srun = arguments[: arguments.index("python")]
     # Without the first, every rank has one core, whatever sbatch was told.
     assert {"--cpus-per-task=3", "--kill-on-bad-exit=1"} <= set(to_srun)

@@ -60,6 +60,7 @@ class Ending:
         restart: which start it is; 0 for the first.
         refusal: why Slurm has refused to put the job back into the queue; "" if it did not refuse; None if
             it was not asked.
+        most_restarts: how often a job that has saved may go back, on this site.
     """
 
     code: int
@@ -67,6 +68,7 @@ class Ending:
     seconds: int = 0
     restart: int = 0
     refusal: str | None = None
+    most_restarts: int = 50
 
     @property
     def requeued(self) -> bool:
@@ -80,6 +82,8 @@ def may_go_back(facts: SlurmFacts, ending: Ending) -> bool:
     Where a rank fails, srun ends the others, and these may save. That is no reason to come back soon after
     the start, since such a job would do so without end.
     """
+    if ending.restart >= ending.most_restarts:
+        return False
     if facts.at_time_limit:
         return True
     if ending.from_outside:
@@ -124,7 +128,11 @@ def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> 
         said = why.sentences(reasons)
         if saved and not ending.requeued:
             said.append(f"it failed soon after its start, so it does not come back: correct it, and {again}")
-
+    elif saved and not ending.requeued:
+        code = 1  # its training has not come to its end
+        returns = f"it has come back {ending.restart} times, the most here (SITE_MOST_RESTARTS)"
+        reasons = [Reason(f"{returns}: {again}")]
+        said = why.sentences(reasons)
     first = reasons[0] if reasons else Reason("")
     return Outcome(
         restart=ending.restart,
@@ -179,6 +187,7 @@ def main() -> None:
         seconds=options.seconds,
         restart=options.restart,
         refusal=options.refusal,
+        most_restarts=options.most_restarts,
     )
     if options.question == "back":
         tell("yes" if may_go_back(facts, ending) else "no")
@@ -209,6 +218,7 @@ def _parse() -> argparse.Namespace:
     add("--code", type=int, required=True, help="the job script's exit code")
     add("--seconds", type=int, required=True, help="since its start")
     add("--restart", type=int, required=True, help="which start this is, from 0 on")
+    add("--most-restarts", type=int, required=True, help="SITE_MOST_RESTARTS")
     add("--from-outside", action="store_true", help="it was sent SIGTERM or SIGHUP")
     add("--refusal", help="why Slurm has refused to put it back into the queue; empty if it did not refuse")
     return parser.parse_args()
