@@ -109,6 +109,13 @@ def test_the_table_of_steps_compares_rows_of_one_session() -> None:
     assert len(sessions) == len({shape for shape, *_ in cells}) == 3
 
 
+def test_the_files_to_open_for_a_change_are_there() -> None:
+    table = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("## To change X")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w.-]+/[\w./-]+\.\w+)`", table)
+    assert len(named) >= 20
+    assert not [name for name in named if not (REPOSITORY / name).exists()]
+
+
 def test_the_glossary_is_in_order() -> None:
     terms = re.findall(r"^## (.+)$", (REPOSITORY / "GLOSSARY.md").read_text(), re.MULTILINE)
     assert len(terms) > 50 and terms == sorted(terms, key=str.lower)
