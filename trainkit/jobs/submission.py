@@ -43,10 +43,6 @@ NOT_FOR_SUBMITIT = ("SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_ARRA
 OPTIONS_OF_OTHER_NAMES = {"SBATCH_TIMELIMIT": "time", "SBATCH_MEM_PER_NODE": "mem"}
 
 
-class UnansweredError(UserError):
-    """Nobody knows whether Slurm has taken the job."""
-
-
 @dataclass(frozen=True)
 class Request:
     """A request for one job.
@@ -127,8 +123,7 @@ def sending(request: Request) -> AbstractContextManager[Sent]:
 
     Raises:
         UserError: for options that the stage would refuse, missing data, a folder that cannot be written to;
-            from the call itself, for a refusal by sbatch. Nothing was submitted then.
-        UnansweredError: from the call itself, if Slurm may have taken the job or not.
+            from the call itself, if sbatch refuses the job, or does not say whether it has taken it.
     """
     check(request)
     fix = "free the space, fix the permissions, or choose others, by --results-dir or in slurm/site.sh."
@@ -358,8 +353,7 @@ def _find_unnamed(request: Request, refusal: str) -> str:
     """Return the number of a job that sbatch did not name, but has put into the queue.
 
     Raises:
-        UnansweredError: if nobody knows whether it has.
-        UserError: if it has refused.
+        UserError: if it has refused, or nobody knows whether it has.
     """
     if refusal and not re.search(slurm.UNCLEAR, refusal):
         shutil.rmtree(request.folder)
@@ -367,7 +361,7 @@ def _find_unnamed(request: Request, refusal: str) -> str:
         raise UserError(f"Slurm did not take the job ({refusal}): {fix}.")
     if job_id := _adopt(request.folder, slurm.QUEUE_SECONDS):
         return job_id
-    raise UnansweredError(
+    raise UserError(
         f"Slurm may have taken the job or not (sbatch: {refusal or 'no word'}), and it is not in the queue "
         "so far: before you submit again, see whether `squeue --me --format='%i %o'` shows one with a script "
         f"in {request.folder}, and scancel it."
@@ -425,7 +419,7 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
     limit = f"time limit, as HH:MM:SS or in minutes (default: the site file's, or {DEFAULT_MINUTES})"
     add("--time", type=time_limit, metavar="LIMIT", help=limit)
     add("--local", action="store_true", help="run it on this machine, even if there is a Slurm")
-    add("--dry-run", action="store_true", help="print the batch script and submit nothing")
+    add("--dry-run", action="store_true", help="print a job script for sbatch, and submit nothing")
     add("--wait", action="store_true", help="show the job's state until it has ended")
     mine, theirs = split(sys.argv[1:])
     if mine[-2:] == ["--plain", "-m"]:
