@@ -11,11 +11,13 @@ from statistics import median
 from xml.etree import ElementTree
 
 import lessons
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
 from forking import Forking
+from torch.utils.data import DataLoader
 
 from trainkit.rank import sharded, staging
 from trainkit.schema import records
@@ -277,6 +279,31 @@ def test_the_program_of_a_page_prints_what_it_says(page: str, forking: Forking, 
     (tmp_path / "program.py").write_text(here + program)
     done = forking.run(tmp_path / "program.py", env=ENVIRONMENT, cwd=BEYOND)
     assert done.stdout == printed, done.stderr
+
+
+def test_the_shards_of_a_page_are_each_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two ranks with two workers each, which make the same number of steps."""
+    page = (REPOSITORY / "slurm" / "DATA.md").read_text()
+    (program,) = re.findall(r"```python\n(import random.*?)```", page, re.DOTALL)
+    (tmp_path / "shards.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    import shards
+
+    files = [tmp_path / f"{number}.npy" for number in range(9)]
+    for number, file in enumerate(files):
+        np.save(file, np.arange(10 * number, 10 * number + 10))
+    ranks = [shards.Shards(files, rank, 2) for rank in range(2)]
+    everything = [row for rank in ranks for row in DataLoader(rank, batch_size=None, num_workers=2)]
+    assert sorted(map(int, everything)) == list(range(90))
+    epochs = []
+    for epoch in range(2):
+        for rank in ranks:
+            rank.epoch = epoch
+        steps = [torch.stack(list(shards.batches(rank, 10, batch_size=5, workers=2))) for rank in ranks]
+        assert [len(of_rank) for of_rank in steps] == [8, 8]
+        assert len(torch.cat(steps).unique()) == 80
+        epochs.append(torch.cat(steps))
+    assert not torch.equal(*epochs)
 
 
 @pytest.mark.full
