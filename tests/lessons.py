@@ -3,8 +3,9 @@
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
 `lines FILE.py "FIRST" "LAST"` (from the line that contains FIRST to the next that contains LAST), `table
 FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column of that
-comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of what breakdown.py wrote `phases FILE.tsv`, of
-a job's samples `verdict FOLDER`, or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of
+comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV `medians FILE.csv
+"ROWS, ..." COLUMNS VALUES "CONDITION"`, of what breakdown.py wrote `phases FILE.tsv`, of a job's samples
+`verdict FOLDER`, or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of
 what it has written. Paths are relative to the README. Run this file (`make lessons`) to bring all up to date.
 
 So is the notebook of stage 02: it is run, and what every run without a GPU shows alike is kept. A cell with
@@ -83,6 +84,7 @@ def up_to_date(readme: Path) -> str:
             "table": _table,
             "comparison": _comparison,
             "pivot": _pivot,
+            "medians": _medians,
             "phases": _phases,
             "verdict": _verdict,
             "bench": _bench,
@@ -141,10 +143,22 @@ def _compared(runs: Path) -> pd.DataFrame:
 def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condition: str) -> str:
     """A table of one column of the comparison of runs, by two others."""
     table = _compared(folder / name).query(condition).pivot_table(values, rows, columns)
-    lines = [[rows.replace("_", " "), *map(str, table.columns)], ["---"] * (1 + len(table.columns))]
-    lines += [
-        [str(name), *("" if pd.isna(x) else f"{x:.2f}" for x in cells)] for name, *cells in table.itertuples()
-    ]
+    return _cells(table)
+
+
+def _medians(folder: Path, name: str, rows: str, columns: str, values: str, condition: str) -> str:
+    """A table of the medians of one column, by others, in the order in which the file has them."""
+    chosen = pd.read_csv(folder / name).query(condition)
+    return _cells(chosen.pivot_table(values, rows.split(", "), columns, aggfunc="median", sort=False))
+
+
+def _cells(table: pd.DataFrame) -> str:
+    """Lay out numbers, with the names of their rows before them."""
+    names = [name.replace("_", " ") for name in table.index.names]
+    lines = [[*names, *map(str, table.columns)], ["---"] * (len(names) + len(table.columns))]
+    for row, cells in zip(table.index, table.to_numpy(), strict=True):
+        of_row = row if isinstance(row, tuple) else (row,)
+        lines.append([*map(str, of_row), *("" if pd.isna(cell) else f"{cell:.2f}" for cell in cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -1,68 +1,65 @@
-"""Tries the learner's rules on numbers, and compares the table with the runs."""
+"""Tries the learner's rules on numbers, and compares the answers with the recorded trainings."""
 
+import csv
 from collections import defaultdict
 from collections.abc import Callable
-from statistics import median
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
 
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
-LONG = [
-    "single-20261123-192831-8d9df94b",
-    "single-20261123-193203-d2675728",
-    "single-20261123-193646-c696372b",
-]
-RECORDED = {
-    "results/sample/cpu-xeon-2-cores/learning_rate/runs.csv": [],
-    "results/sample/cpu-epyc-avx2-2-cores/learning_rate.csv": LONG,
-}
 ANSWERS = """\
-# Before you look at the runs: which rule is best for SGD at a global batch of 1,024: none, linear or sqrt?
-prediction = linear
+# Before you look: SGD with the linear rule does well at batch 256 with a warm-up of 20,000 images.
+# Will it at batch 1,024, too: yes or no?
+prediction = no
 
-# The test accuracies (acc. %) of the runs with SGD and a warm-up of 10,000 images
-batch_64 = 98.64
-batch_256_none = 97.23
-batch_256_linear = 98.47
-batch_1024_none = 93.68
-batch_1024_linear = 14.56
-batch_1024_sqrt = 96.96
+# The test accuracy of SGD with the linear rule, the median of three seeds, by batch and warm-up
+batch_256_one_epoch = 98.49
+batch_1024_one_epoch = 11.35
+batch_1024_40_updates = 97.82
+batch_1024_three_epochs = 98.16
 
-# How many of its five epochs did the run with SGD, batch 1,024 and the linear rule finish?
-epochs_1024_linear = 1
+# Which rule is best for SGD at batch 1,024, with a warm-up of 10 and of 40 updates: none, linear or sqrt?
+best_1024_10_updates = sqrt
+best_1024_40_updates = linear
 
-# The test accuracy with a warm-up of 60,000 images (SGD, batch 1,024, linear rule; the median of three seeds)
-batch_1024_linear_60000 = 98.14
+# How many whole updates are one epoch of 20,000 images at batch 256 and at 1,024?
+updates_256 = 78
+updates_1024 = 19
 
-# How many whole steps are a warm-up of 10,000 images at batch 256 and at 1,024, and one of 60,000 at 1,024?
-steps_256 = 39
-steps_1024 = 9
-steps_1024_60000 = 58
+# What must not shrink when the batch grows, so that the linear rule holds: images or updates of the warm-up?
+keep = updates
 
-# What must not shrink when the batch grows, so that the linear rule holds: images or steps of the warm-up?
-keep = steps
+# What do you give to --lr-warmup-images for a warm-up of 40 updates at batch 1,024?
+images_1024 = 40960
 
-# Which rule is best at batch 4,096, with SGD and with Adadelta (recipe classic): none, linear or sqrt?
-sgd_4096 = none
-adadelta_4096 = none
+# AdamW, batch 1,024, linear rule: the lowest and the highest of the medians of the four warm-ups
+adamw_1024_lowest = 98.35
+adamw_1024_highest = 98.55
+
+# Which rule is best at batch 4,096 and a warm-up of 10 updates, for SGD and for AdamW: none, linear or sqrt?
+sgd_4096 = sqrt
+adamw_4096 = sqrt
 """
 HINTS = """\
 ## 1
 
-In the table, look at the columns batch, variant and acc. %, in the rows whose variant begins with
-`sgd`. If a run ended early because its loss became NaN (not a number), a note below the table says so,
-and the last column of comparison.md has its epochs.
+The accuracy is the last number of a line. The median of three numbers is the one in the middle: of 9.8,
+11.35 and 88.2 it is 11.35. Accuracies near 10 are those of a network that guesses one digit always.
 
 ## 2
 
 The global batch is the batch of one rank times the number of ranks. Four ranks with 16 images each
 make a batch of 64, and nothing changes. By what factor is the batch larger than 64? A warm-up of four
-steps has a quarter of the learning rate in the first, and all of it from the fourth on.
+updates has a quarter of the learning rate in the first, and all of it from the fourth on.
 
 ## 3
 
 `growth = batch_per_rank * ranks / BATCH`. The linear rule is `lr * growth`, the square-root rule `lr *
 growth ** 0.5`. In a warm-up, step `step` has `step / warmup_steps` of `lr`, but never more than `lr`. The
-same 10,000 images are a good warm-up at batch 256, and at 1,024 the loss becomes NaN: what is different?
+same 20,000 images are a good warm-up at batch 256, and at 1,024 the network learns nothing: what is
+different?
 """
 SOLUTION = {
     "rate.py": '''\
@@ -86,16 +83,25 @@ SOLUTION = {
 STARTS_WITH = "`prediction`"
 SCRIPT, GROWTH = "rate.py", "batch_per_rank * ranks / BATCH"
 WARM = "step / warmup_steps"
+STARTS_WITH = "`prediction`"
+SCRIPT, GROWTH = "rate.py", "batch_per_rank * ranks / BATCH"
+WARM = "step / warmup_steps"
 WRONG = [
-    ("answers.txt", "= 98.47", "= 98.50", "with Adadelta"),
-    ("answers.txt", "= 96.96", "= 93.68", "`batch_1024_sqrt`"),
-    ("answers.txt", "linear = 1\n", "linear = 5\n", "ended early"),
-    ("answers.txt", "_60000 = 98.14", "_60000 = 14.56", "a warm-up of 10,000 images"),
-    ("answers.txt", "steps_1024 = 9", "steps_1024 = 39", "divided by the batch"),
-    ("answers.txt", "steps_256 = 39", "steps_256 = 156", "global batch, here 256"),
-    ("answers.txt", "keep = steps", "keep = images", "has the same images"),
-    ("answers.txt", "sgd_4096 = none", "sgd_4096 = sqrt", "`sgd_4096`"),
-    ("answers.txt", "batch_64 = 98.64", "batch_64 = much", "is not a number"),
+    ("answers.txt", "1024_one_epoch = 11.35", "1024_one_epoch = 96.77", "with Adadelta"),
+    ("answers.txt", "1024_one_epoch = 11.35", "1024_one_epoch = 36.45", "the mean of"),
+    ("answers.txt", "1024_40_updates = 97.82", "1024_40_updates = 11.35", "`batch_1024_40_updates`"),
+    ("answers.txt", "three_epochs = 98.16", "three_epochs = much", "is not a number"),
+    ("answers.txt", "10_updates = sqrt", "10_updates = linear", "one of the three seeds"),
+    ("answers.txt", "40_updates = linear", "40_updates = sqrt", "`best_1024_40_updates`"),
+    ("answers.txt", "updates_256 = 78", "updates_256 = 312", "global batch, here 256"),
+    ("answers.txt", "updates_1024 = 19", "updates_1024 = 78", "divided by the batch"),
+    ("answers.txt", "keep = updates", "keep = images", "has the same images"),
+    ("answers.txt", "= 40960", "= 40", "each with 1,024 images"),
+    ("answers.txt", "= 40960", "= 10240", "each with 1,024 images"),
+    ("answers.txt", "lowest = 98.35", "lowest = 94.08", "`adamw_1024_lowest`"),
+    ("answers.txt", "highest = 98.55", "highest = 98.56", "AdamW,1024,linear"),
+    ("answers.txt", "sgd_4096 = sqrt", "sgd_4096 = none", "`sgd_4096`"),
+    ("answers.txt", "adamw_4096 = sqrt", "adamw_4096 = linear", "`adamw_4096`"),
     (SCRIPT, "lr * " + GROWTH, "lr * ranks", "0.08 and 0.02"),
     (SCRIPT, "lr * " + GROWTH, "lr * batch_per_rank / BATCH", "of all ranks together"),
     (SCRIPT, "** 0.5", "", "the square root of 4"),
@@ -106,112 +112,128 @@ WRONG = [
     (SCRIPT, f"min(1, {WARM})", WARM, "keeps rising"),
     (SCRIPT, f"lr * min(1, {WARM}", f"min(1, {WARM}", "has 0.125"),
 ]  # fmt: skip
+RECORDED_TRAININGS = Path(__file__).parents[3] / "results/sample/h100/one_gpu/learning_rate.csv"
+OPTIMIZERS = ("SGD", "AdamW", "Adadelta")
 RULES = ("none", "linear", "sqrt")
+WARMUPS = ("10 updates", "40 updates", "1 epoch", "3 epochs")
 TABLE = {
-    "batch_64": (64, "none"),
-    "batch_256_none": (256, "none"),
-    "batch_256_linear": (256, "linear"),
-    "batch_1024_none": (1024, "none"),
-    "batch_1024_linear": (1024, "linear"),
-    "batch_1024_sqrt": (1024, "sqrt"),
+    "batch_256_one_epoch": (256, "1 epoch"),
+    "batch_1024_one_epoch": (1024, "1 epoch"),
+    "batch_1024_40_updates": (1024, "40 updates"),
+    "batch_1024_three_epochs": (1024, "3 epochs"),
 }
+IMAGES = 20_000  # in an epoch
+
+
+class Training(NamedTuple):
+    """What trainings have in common that differ in their seed only."""
+
+    optimizer: str
+    batch: int
+    rule: str
+    warmup: str
 
 
 def check(mine: Workspace) -> str:
     answers = mine.answers()
-    prediction = answers.word("prediction", *RULES)
-    runs = runs_of(mine)
-    check_table(answers, runs)
+    prediction = answers.word("prediction", "yes", "no")
+    accuracies = recorded_accuracies()
+    check_table(answers, accuracies)
+    check_best_rules(answers, accuracies)
+    check_updates(answers)
+    check_adamw(answers, accuracies)
     program = mine.module(SCRIPT)
     check_rules(program.scaled)
     check_warm_up(program.warmed_up)
-    came = "as you predicted" if prediction == "linear" else f"you predicted {prediction}"
+    came = "as you predicted" if prediction == "no" else "you predicted yes"
     return (
-        "With SGD, the linear rule brings batch 256 to the accuracy of batch 64. At 1,024 it is the best, "
-        f"too ({came}), if the warm-up lasts: with 58 steps it reaches 98.1 %, with 9 its loss becomes NaN. "
-        "10,000 images are 39 steps at batch 256 and 9 at 1,024, so count a warm-up in steps. (Those who "
-        "found the rule warmed up for five epochs of ImageNet, about 780 steps even at batch 8,192.) At "
-        "4,096, five epochs are 20 steps here, and no rule helps. So a "
-        "rule is a first guess: compare the accuracies of your runs. (Most of these runs have one seed, so a "
-        "few tenths of a percent mean nothing.)"
+        f"The same 20,000 images are not enough of a warm-up at batch 1,024 ({came}): they are 78 updates at "
+        "256 and 19 at 1,024. With 40 updates SGD with the linear rule reaches 97.8 % there, and with 57 "
+        "98.2 %, more than by any other rule. So count a warm-up in updates, and give --lr-warmup-images "
+        "that many times the batch. (Those who found the rule warmed up for five epochs of ImageNet, about "
+        "780 updates even at batch 8,192.) A training that fails may lack warm-up, and not have the wrong "
+        "rule. AdamW hardly cares at 1,024. At 4,096 five epochs are 20 updates: the square root is best, "
+        "no warm-up saves SGD with the linear rule, and all end below what a smaller batch reaches. So a "
+        "rule is a first guess: compare the accuracies of your trainings, with several seeds."
     )
 
 
-def runs_of(mine: Workspace) -> dict[tuple[str, int, str, int], tuple[float, int]]:
-    """Return accuracy and epochs by recipe, global batch, rule and images of warm-up, as the median of seeds.
-
-    Also of runs that were given up.
-    """
-    from trainkit.compare import comparison  # loads pandas
-
-    mine.table()  # or it says what is missing
-    rows, _ = comparison.load([mine.folder / "runs"])
-    last = rows.sort_values("epoch").groupby("run_id").last()
-    seeds = defaultdict(list)
-    for run in last.itertuples():
-        seeds[run.recipe, run.global_batch, run.lr_scale, run.lr_warmup_images].append(run)
-    return {
-        key: (median(run.test_accuracy for run in same), median(run.epoch for run in same))
-        for key, same in seeds.items()
-    }
+def recorded_accuracies() -> dict[Training, list[float]]:
+    """Return the test accuracies of the seeds."""
+    accuracies = defaultdict(list)
+    with RECORDED_TRAININGS.open() as file:
+        for row in csv.DictReader(file):
+            training = Training(row["optimizer"], int(row["batch"]), row["rule"], row["warmup"])
+            accuracies[training].append(float(row["accuracy"]))
+    return accuracies
 
 
-def check_table(answers: Answers, runs: dict) -> None:
-    for name, (batch, rule) in TABLE.items():
-        (true, _), (other, _) = (run(runs, recipe, batch, rule) for recipe in ("sgd", "classic"))
+def is_accuracy(given: float, true: float) -> bool:
+    return abs(given - true) < 0.006
+
+
+def check_table(answers: Answers, accuracies: dict[Training, list[float]]) -> None:
+    for name, (batch, warmup) in TABLE.items():
         given = answers.number(name)
-        if given == other != true:
-            raise Wrong(f"`{name}`: {given} is the accuracy with Adadelta, whose rows say `classic`.")
-        if abs(given - true) > 0.05:
-            raise Wrong(
-                f"`{name}`: look for the row of `sgd` with batch {batch} and the rule {rule}, column acc. %."
-            )
-    if answers.number("epochs_1024_linear") != run(runs, "sgd", 1024, "linear")[1]:
+        seeds = accuracies[Training("SGD", batch, "linear", warmup)]
+        if is_accuracy(given, median(seeds)):
+            continue
+        if is_accuracy(given, mean(seeds)):
+            raise Wrong(f"`{name}`: {given} is the mean of the three seeds. Take the median, the middle one.")
+        for optimizer in OPTIMIZERS[1:]:
+            if is_accuracy(given, median(accuracies[Training(optimizer, batch, "linear", warmup)])):
+                raise Wrong(f"`{name}`: {given} is the accuracy with {optimizer}, not with SGD.")
         raise Wrong(
-            "`epochs_1024_linear`: this run ended early, since its loss became NaN. The column epochs of "
-            "comparison.md shows after how many epochs, and so does the note of its row below the table."
+            f"`{name}`: look for the three lines that begin with `SGD,{batch},linear,{warmup},`. The "
+            "accuracy is their last number; the median is the one in the middle."
         )
-    check_warm_up_answers(answers, runs)
-    for name, recipe in (("sgd_4096", "sgd"), ("adadelta_4096", "classic")):
-        if answers.word(name, *RULES) != best_rule(runs, recipe, 4096):
-            raise Wrong(f"`{name}`: compare the accuracies of the three rows of `{recipe}` with batch 4096.")
 
 
-def check_warm_up_answers(answers: Answers, runs: dict) -> None:
-    true, _ = run(runs, "sgd", 1024, "linear", warmup_images=60_000)
-    if abs(answers.number("batch_1024_linear_60000") - true) > 0.05:
-        raise Wrong(
-            "`batch_1024_linear_60000`: three runs have a table of their own, with one row. The other run "
-            "with SGD, batch 1,024 and the linear rule has a warm-up of 10,000 images."
-        )
-    for name, images, batch in (
-        ("steps_256", 10_000, 256),
-        ("steps_1024", 10_000, 1024),
-        ("steps_1024_60000", 60_000, 1024),
+def check_best_rules(answers: Answers, accuracies: dict[Training, list[float]]) -> None:
+    for name, optimizer, batch, warmup in (
+        ("best_1024_10_updates", "SGD", 1024, "10 updates"),
+        ("best_1024_40_updates", "SGD", 1024, "40 updates"),
+        ("sgd_4096", "SGD", 4096, "10 updates"),
+        ("adamw_4096", "AdamW", 4096, "10 updates"),
     ):
-        if answers.number(name) != images // batch:
+        medians = {rule: median(accuracies[Training(optimizer, batch, rule, warmup)]) for rule in RULES}
+        given = answers.word(name, *RULES)
+        if given == max(RULES, key=medians.get):
+            continue
+        if name == "best_1024_10_updates" and given == "linear":
             raise Wrong(
-                f"`{name}`: {images:,} images, divided by the batch: the global batch, here {batch}, "
+                "`best_1024_10_updates = linear`: only one of the three seeds ends well. The median counts."
+            )
+        raise Wrong(
+            f"`{name}`: compare the medians of the three rules in the lines of {optimizer} with batch "
+            f"{batch} and a warm-up of {warmup}."
+        )
+
+
+def check_updates(answers: Answers) -> None:
+    for name, batch in (("updates_256", 256), ("updates_1024", 1024)):
+        if answers.number(name) != IMAGES // batch:
+            raise Wrong(
+                f"`{name}`: {IMAGES:,} images, divided by the batch: the global batch, here {batch}, "
                 "without the digits behind the point."
             )
-    if answers.word("keep", "images", "steps") != "steps":
+    if answers.word("keep", "images", "updates") != "updates":
         raise Wrong(
-            "`keep = images`: with the linear rule, the run at batch 1,024 that fails has the same images of "
-            "warm-up as the one at 256 that ends well. How many steps has each?"
+            "`keep = images`: with a warm-up of one epoch, the training at batch 1,024 that fails has the "
+            "same images of warm-up as the one at 256 that ends well. How many updates has each?"
         )
+    if answers.number("images_1024") != 40 * 1024:
+        raise Wrong("`images_1024`: 40 updates, each with 1,024 images. How many images are that?")
 
 
-def run(runs: dict, recipe: str, batch: int, rule: str, warmup_images: int = 10_000) -> tuple[float, int]:
-    if (recipe, batch, rule, warmup_images) not in runs:
-        raise Wrong(
-            f"mine/runs has no run of {recipe} with batch {batch}, rule {rule} and {warmup_images:,} images "
-            "of warm-up: take the `recorded` ones."
-        )
-    return runs[recipe, batch, rule, warmup_images]
-
-
-def best_rule(runs: dict, recipe: str, batch: int) -> str:
-    return max(RULES, key=lambda rule: run(runs, recipe, batch, rule)[0])
+def check_adamw(answers: Answers, accuracies: dict[Training, list[float]]) -> None:
+    medians = [median(accuracies[Training("AdamW", 1024, "linear", warmup)]) for warmup in WARMUPS]
+    for name, true in (("adamw_1024_lowest", min(medians)), ("adamw_1024_highest", max(medians))):
+        if not is_accuracy(answers.number(name), true):
+            raise Wrong(
+                f"`{name}`: take the lines that begin with `AdamW,1024,linear,`, and of them the median of "
+                "each warm-up."
+            )
 
 
 def check_rules(scaled: Callable) -> None:

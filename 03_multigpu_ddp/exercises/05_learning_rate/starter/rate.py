@@ -24,8 +24,10 @@ def warmed_up(lr: float, step: int, warmup_steps: int) -> float:
 
 
 if __name__ == "__main__":
-    print("global batch   linear     sqrt   steps in 10,000 images   linear, first of 40 steps of warm-up")
+    print(
+        "global batch   linear     sqrt   updates in 20,000 images   linear, first of 40 updates of warm-up"
+    )
     for ranks in (1, 4, 16, 64):
         linear, root = [scaled(LR, rule, BATCH, ranks) for rule in ("linear", "sqrt")]
-        first, steps = warmed_up(linear, 1, 40), 10_000 // (BATCH * ranks)
-        print(f"{BATCH * ranks:12,}   {linear:6.4f}   {root:6.4f}   {steps:22}   {first:.6f}")
+        first, updates = warmed_up(linear, 1, 40), 20_000 // (BATCH * ranks)
+        print(f"{BATCH * ranks:12,}   {linear:6.4f}   {root:6.4f}   {updates:24}   {first:.6f}")
