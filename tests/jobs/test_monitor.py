@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
+from conftest import failed
 
 from trainkit.schema import samples
 
@@ -149,7 +150,6 @@ def test_what_cannot_be_done_is_told_in_a_sentence(checkout: Checkout) -> None:
         ("--verdict", "nowhere"): "there is no folder nowhere: give a job's number or folder.",
         ("--verdict", 7): "job 7 was not sampled (SITE_MONITOR=off?): while it runs in Slurm, `srun",
         ("--verdict", 8): f"there are no samples in {jobs / '8' / 'monitor'}: ",
-        ("--verdict", jobs / "9"): f"{jobs / '9' / 'monitor' / 'n1.csv'}: no samples of slurm/monitor.py (",
         ("--verdict", 7, "--sample", 7): "argument --sample: not allowed with argument --verdict.",
         ("--sample", 7): "--sample is for jobs of Slurm: on this machine, give a command after --.",
     }
@@ -157,6 +157,9 @@ def test_what_cannot_be_done_is_told_in_a_sentence(checkout: Checkout) -> None:
         done = checkout.python(MONITOR, *arguments)
         assert done.stderr.startswith(f"error: {sentence}"), (arguments, done.stderr)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), (arguments, done.stderr)
+    warning, error = failed(checkout.python(MONITOR, "--verdict", jobs / "9")).splitlines()
+    assert warning.startswith("warning: ") and str(jobs / "9" / "monitor" / "n1.csv") in warning
+    assert error.startswith("error: ")
     assert {path.name for path in jobs.iterdir()} == {"7", "8", "9"}
     checkout.site("SITE_SCRATCH_DIR=/proc/nowhere\n")
     done = checkout.python(MONITOR, "--", "true")

@@ -231,7 +231,11 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
         ),
         (("run.end_of", "first.param_groups[0]['lr'] = -0.1; run.end_of"), OF_STORIES, BELOW_0),
         (("run.epochs()", "(2, 1)"), OF_STORIES, "epoch 2 in place of 1: take the epochs of run.epochs()"),
-        (("None, here.size,", "None, 0,"), OF_STORIES, "the devices cannot be recorded ('0' is not a number"),
+        (
+            ("None, here.size,", "None, 0,"),
+            OF_STORIES,
+            "the devices cannot be recorded ('0' is not a whole number",
+        ),
     ],
     ids=[
         "precision",

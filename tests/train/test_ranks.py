@@ -23,9 +23,9 @@ SMALL += ("--width", 4)
 
 
 def of_ranks(results: Path) -> pd.DataFrame:
-    """Return the ranks' file of the one run in `results`, as a user reads it."""
-    (path,) = (results / "runs").glob("*.ranks.tsv")
-    return pd.read_csv(path, sep="\t")
+    """Return the ranks' files of the starts in `results`, as a user reads them, by epoch."""
+    tables = [pd.read_csv(path, sep="\t") for path in (results / "runs").glob("*.ranks.tsv")]
+    return pd.concat(tables, ignore_index=True).sort_values("epoch", kind="stable", ignore_index=True)
 
 
 @pytest.fixture(scope="module")

@@ -36,10 +36,10 @@ class Trained:
     def __init__(self, folder: Path, told: str) -> None:
         self.folder, self.told = folder, told
         self.rows = rows_of(folder)
-        (csv,) = (folder / "runs").glob("*.csv")
         self.metrics: dict[int, dict[tuple[str, str], float]] = {}
-        for row in records.read_metrics(csv):
-            self.metrics.setdefault(row["epoch"], {})[row["metric"], row["of"]] = row["value"]
+        for csv in (folder / "runs").glob("*.csv"):
+            for row in records.read_metrics(csv):
+                self.metrics.setdefault(row["epoch"], {})[row["metric"], row["of"]] = row["value"]
         self.weights = weights_of(folder)
 
 

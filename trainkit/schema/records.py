@@ -370,7 +370,8 @@ def _is_superseded(run_id: str, starts: dict[str, list[Row]], before: dict[str, 
     for other in starts.keys() - of_this_run:
         first = starts[other][0]
         if last["ended"]:
-            goes_on = run_id in before[other] and first["epoch"] > last["epoch"]
+            goes_on_from = next((name for name in before[other] if name in starts), None)
+            goes_on = goes_on_from == run_id and first["epoch"] > last["epoch"]
         else:
             goes_on = not of_this_run.isdisjoint(before[other]) and first["recorded_at"] > last["recorded_at"]
         if goes_on:
