@@ -1,11 +1,11 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
-`lines FILE.py "FIRST" "LAST"` (from the line that contains FIRST to the next that contains LAST), `table
-FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column of that
-comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV `medians FILE.csv
-"ROWS, ..." COLUMNS VALUES "CONDITION"`, of what breakdown.py wrote `phases FILE.tsv`, of a job's samples
-`verdict FOLDER`, or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of
+`lines FILE "FIRST" "LAST"` (of a .py or .sh: from the line that contains FIRST to the next that contains
+LAST), `table FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one
+column of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV
+`medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of what breakdown.py wrote `phases FILE.tsv`, of a
+job's samples `verdict FOLDER`, or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of
 what it has written. Paths are relative to the README. Run this file (`make lessons`) to bring all up to date.
 
 So is the notebook of stage 02: it is run, and what every run without a GPU shows alike is kept. A cell with
@@ -112,7 +112,9 @@ def _lines(folder: Path, name: str, first: str, last: str) -> str:
     lines = (folder / name).read_text().splitlines()
     start = next(number for number, line in enumerate(lines) if first in line)
     end = next(number for number, line in enumerate(lines) if number >= start and last in line)
-    return "\n".join(["```python", textwrap.dedent("\n".join(lines[start : end + 1])), "```"])
+    # A block called bash would be run as a command of the page.
+    language = "sh" if name.endswith(".sh") else "python"
+    return "\n".join([f"```{language}", textwrap.dedent("\n".join(lines[start : end + 1])), "```"])
 
 
 def _table(folder: Path, name: str, columns: str = "") -> str:

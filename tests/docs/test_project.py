@@ -249,6 +249,20 @@ def test_every_do_and_dont_names_what_holds_it() -> None:
     assert not [line for line in told if not re.search(r"\[test_\w+\]\(\.\./tests/\w+/\w+\.py\)", line)]
 
 
+def test_the_lines_that_a_lesson_compares_stand_in_the_job_scripts() -> None:
+    folder = STAGES["ddp"].parent
+    table = (folder / "STARTING.md").read_text().partition("| a line of [slurm_submit.sh]")[2]
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) >= 8
+    for row in rows:
+        ours, alone = row.removeprefix("| ").split(" | ")[:2]
+        for code in re.findall(r"`([^`]+)`", ours):
+            assert code in (folder / "slurm_submit.sh").read_text()
+        if not alone.startswith("not there"):
+            for code in re.findall(r"`([^`]+)`", alone):
+                assert code in (folder / "plain_slurm.sh").read_text()
+
+
 @pytest.mark.parametrize(
     "path", lessons.files("*/pictures/*.svg"), ids=lambda path: str(path.relative_to(REPOSITORY))
 )
