@@ -12,10 +12,12 @@
 
 # --- what Slurm says of this job --------------------------------------------------------------------
 # A job of an array has a number of its own, but for one, which has the array's: by that Slurm means them all.
+# A job that is sent by another has that one's SLURM_ARRAY_... in its environment.
 this_job=${SLURM_JOB_ID:-none}
-if [[ ${SLURM_ARRAY_TASK_ID:-} ]]; then
+if [[ ${SLURM_ARRAY_JOB_ID:-} == "$this_job" ]]; then
     this_job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
+unset SLURM_TIME_FORMAT # of times in the answer
 facts=$(scontrol --oneliner show job "$this_job" 2>/dev/null) || facts=""
 
 # sbatch gives a job all variables of the shell that it is called from. In a shell within a job (salloc, srun
@@ -79,7 +81,7 @@ else
     DATA_DIR=$TRAINKIT_DATA_DIR
     RESULTS_DIR=$TRAINKIT_RESULTS_DIR
 fi
-[[ ! ${SLURM_ARRAY_TASK_ID:-} || $plain ]] ||
+[[ $facts != *" ArrayTaskId="* || $plain ]] ||
     fail "this is a job of an array, all of which would train the same: leave out --array."
 
 # --- the job's own folder: checkpoints, samples, and a note of every rank on how it ended -----------
@@ -296,7 +298,7 @@ in_job() {
     "${ask[@]}" 2>/dev/null < <(printed) && return
     [[ -z $requeued ]] || return
     (
-        unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND
+        unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
         timeout --signal=KILL 60 srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 \
             "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" "${ask[@]}" 2>/dev/null < <(printed)
     )
@@ -306,7 +308,7 @@ in_job() {
 # it is certain: at the time limit, and after a signal that only the ranks got.
 may_go_back() {
     ((${SLURM_RESTART_COUNT:-0} < SITE_MOST_RESTARTS)) || return 1 # in a trap `return` alone has an older status
-    [[ $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job back) == yes ]]
+    [[ $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job back) == *yes ]]
 }
 
 # Set `requeued`, or `refusal` to why Slurm refuses. Its controller may be restarting.

@@ -176,7 +176,7 @@ def test_a_site_file_that_cannot_work(site: str, sentence: str, on_cluster: Chec
 
 
 def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
-    """It was started by srun, in a job that had been requeued, and had trained by hand, and by torchrun."""
+    """It was started by srun, in a job of an array that had been requeued, by hand, and by torchrun."""
     on_cluster.site(
         "export SLURM_GPU_BIND=none\nactivate_environment() { export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0; }\n"
     )
@@ -189,6 +189,7 @@ def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
         **{"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_NTASKS_PER_GPU": 1, "SLURM_EXCLUSIVE": 1},
         **{"SLURM_GPUS": 1, "SLURM_MEM_PER_CPU": 10, "SLURM_DISTRIBUTION": "plane=7"},
         **{"SLURM_TRES_BIND": "gres/gpu:per_task:1", "SLURM_GPU_BIND": "per_task:1"},
+        **{"SLURM_ARRAY_JOB_ID": 67000000, "SLURM_ARRAY_TASK_ID": 3, "SLURM_TIME_FORMAT": "%s"},
     }
     shell = ["srun", "--ntasks=1", "env", *(f"{name}={value}" for name, value in left.items())]
     shape = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
