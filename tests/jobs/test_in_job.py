@@ -133,6 +133,9 @@ def test_it_has_come_back_too_often(release: str, tmp_path: Path) -> None:
     outcome = end(tmp_path, facts(release, "requeued"), Ending(0, restart=3, most_restarts=3))
     assert outcome.exit_code == 1 and not outcome.requeued
     assert "SITE_MOST_RESTARTS" in outcome.why[0] and f"{GOES_ON} /somewhere" in outcome.why[0]
+    late = Ending(1, seconds=in_job.SOON_SECONDS, restart=3, most_restarts=3)
+    outcome = end(tmp_path, facts(release, "rank_failed"), late, (KILLED,))
+    assert outcome.why[0].startswith("rank 1") and "SITE_MOST_RESTARTS" in outcome.said[-1]
 
 
 def test_preempted_before_it_has_saved(release: str, tmp_path: Path) -> None:

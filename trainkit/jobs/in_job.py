@@ -75,6 +75,11 @@ class Ending:
         """Return whether the job has gone back to the queue."""
         return self.refusal == ""
 
+    @property
+    def was_the_last(self) -> bool:
+        """Return whether the job has come back as often as it may on this site."""
+        return self.restart >= self.most_restarts
+
 
 def may_go_back(facts: SlurmFacts, ending: Ending) -> bool:
     """Return whether a job that has saved may go back to the queue.
@@ -82,7 +87,7 @@ def may_go_back(facts: SlurmFacts, ending: Ending) -> bool:
     Where a rank fails, srun ends the others, and these may save. That is no reason to come back soon after
     the start, since such a job would do so without end.
     """
-    if ending.restart >= ending.most_restarts:
+    if ending.was_the_last:
         return False
     if facts.at_time_limit:
         return True
@@ -107,6 +112,7 @@ def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> 
     if saved == "":
         saved = str(folder / job_folder.CHECKPOINTS)
     again = _how_to_go_on(folder, saved)
+    too_often = f"it has come back {ending.restart} times, the most here (SITE_MOST_RESTARTS)"
 
     reasons: list[Reason] = []
     said: list[str] = []
@@ -127,11 +133,11 @@ def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> 
         reasons = evidence.reasons()
         said = why.sentences(reasons)
         if saved and not ending.requeued:
-            said.append(f"it failed soon after its start, so it does not come back: correct it, and {again}")
+            stays = "it failed soon after its start, so it does not come back"
+            said.append(f"{too_often if ending.was_the_last else stays}: correct it, and {again}")
     elif saved and not ending.requeued:
         code = 1  # its training has not come to its end
-        returns = f"it has come back {ending.restart} times, the most here (SITE_MOST_RESTARTS)"
-        reasons = [Reason(f"{returns}: {again}")]
+        reasons = [Reason(f"{too_often}: {again}")]
         said = why.sentences(reasons)
     first = reasons[0] if reasons else Reason("")
     return Outcome(
