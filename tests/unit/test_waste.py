@@ -524,6 +524,21 @@ def test_a_job_that_was_requeued_to_another_node(made: Callable[..., Path]) -> N
     assert (finding.kind, finding.where) == ("network_bound", "n2") and "MB/s" not in finding.sentence
 
 
+def test_a_start_that_was_stopped_after_its_warm_up_is_not_judged(made: Callable[..., Path]) -> None:
+    """Each start has its own record, and this one did not wait for batches."""
+    folder = made([STARVED], facts=FROM_LOADERS)
+    alone = waste.judge(folder)
+    (run,) = samples.runs(folder)
+    warmup = records.read(run)[0]
+    of_ranks = [row | {"data_seconds": 0.0} for row in records.read_ranks(run) if row["epoch"] == 1]
+    stopped = run.with_name("stopped.csv")
+    records.put_table(stopped, records.COLUMNS, [warmup])
+    records.put_table(records.beside(stopped), records.RANK_COLUMNS, of_ranks, delimiter="\t")
+    verdict = waste.judge(folder)
+    assert verdict.records == [run, stopped]
+    assert verdict.findings == alone.findings
+
+
 def test_records_that_are_not_there_or_no_records(made: Callable[..., Path], tmp_path: Path) -> None:
     folder = made([FULL] * 2)
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")

@@ -72,10 +72,11 @@ class SampledJob:
     `rows` has all samples in order of time; `judged` has those of the epochs past the warm-up of each
     training, or without a record those since all ranks are running: none if `moments`, their number, is too
     small. Both are dicts by kind, then by place; `seconds` is the time since the last sample, NaN if some are
-    missing in between. `notes` say what the sampler could not see, and which records cannot be read. `shares`
-    has the shares of the training time, 0 to 1 or NaN, that each rank worked itself (`own`), and that it
-    waited for batches within that (`data`). The script of a `plain` job does not use the kit.
-    `of_slurm` is whether a job script sampled it; `ended_well`, whether it has ended, with exit code 0.
+    missing in between. `steady` has the rows of these epochs in the records. `notes` say what the sampler
+    could not see, and which records cannot be read. `shares` has the shares of the training time, 0 to 1 or
+    NaN, that each rank worked itself (`own`), and that it waited for batches within that (`data`). The script
+    of a `plain` job does not use the kit. `of_slurm` is whether a job script sampled it; `ended_well`,
+    whether it has ended, with exit code 0.
 
     Raises:
         UserError: if there are no samples.
@@ -102,8 +103,13 @@ class SampledJob:
                 self.trainings.append(TrainingRecord(path, since))
             except (UserError, OSError) as error:
                 self.notes.append(str(error))
-        self.shares = _shares(self.trainings)
-        self.windows = _merge_windows(window for training in self.trainings for window in training.windows)
+        # A start that was stopped after its warm-up says nothing about the rest of its job.
+        past_warmup = [training for training in self.trainings if not training.is_warmup]
+        judged = past_warmup or self.trainings
+        every = [training.steady for training in judged]
+        self.steady = pd.concat(every) if every else pd.DataFrame(columns=[*records.COLUMNS])
+        self.shares = _shares(judged)
+        self.windows = _merge_windows(window for training in judged for window in training.windows)
         first = max(rows.time.iloc[0] for rows in (self.rows[RANK] or self.rows[NODE]).values())
         self.windows = self.windows or [(first + SETTLE, math.inf)]
         began, ended = np.array(self.windows).T
@@ -115,12 +121,6 @@ class SampledJob:
         if self.moments < LEAST_MOMENTS:
             self.judged = _by_place(self.table[:0])
         self.seconds = max(rows.seconds.sum() for rows in self.rows[NODE].values())
-
-    @cached_property
-    def steady(self) -> pd.DataFrame:
-        """Return the epochs past the warm-up of all trainings."""
-        every = [training.steady for training in self.trainings]
-        return pd.concat(every) if every else pd.DataFrame(columns=[*records.COLUMNS])
 
     @property
     def has_loaders(self) -> bool:
@@ -270,6 +270,8 @@ class SampledJob:
 class TrainingRecord:
     """The record of a training `since` then: a row for each of its `steady` epochs, those past the warm-up.
 
+    If there is nothing but a warm-up, it `is_warmup`, and `steady` has that.
+
     An epoch is trained from `began` to `trained`, and tested until `tested`: s since 1970, NaN in files
     without them. `of_ranks` has a row for each epoch and rank. `windows` are the times of training, without
     evaluations, unless the epochs are too short for that.
@@ -289,7 +291,8 @@ class TrainingRecord:
         epochs = epochs[epochs.began >= since]
         if epochs.empty:
             raise UserError(f"{path}: no epoch of it was sampled.")
-        self.steady = epochs if epochs.warmup.all() else epochs[~epochs.warmup]
+        self.is_warmup = bool(epochs.warmup.all())
+        self.steady = epochs if self.is_warmup else epochs[~epochs.warmup]
         trained = self.steady[self.steady.began < self.steady.trained]
         self.windows: list[Window] = list(zip(trained.began, trained.trained, strict=True))
         if (trained.trained - trained.began).mean() < SHORT_EPOCH:
