@@ -122,6 +122,15 @@ def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script
         assert folder.exists() == kept
 
 
+def test_a_run_that_its_script_ends_early_says_so(script: Script, tmp_path: Path) -> None:
+    text = (STAGES["single"]).read_text()
+    last_line = "        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))\n"
+    copy = tmp_path / "ends_early.py"
+    copy.write_text(text.replace(last_line, f"{last_line}        break\n"))
+    succeeded(script(copy, *SMALL, "--epochs", 3, "--results-dir", tmp_path))
+    assert [(row["epoch"], row["ended"]) for row in rows_of(tmp_path)] == [(1, "its loop ended")]
+
+
 # Spoils the weights after the steps of the third epoch.
 SPOILED = """\
         if epoch == 3:

@@ -21,7 +21,7 @@ from trainkit.runtime.device import reset_peak_memory
 from trainkit.runtime.errors import UserError, first_line
 from trainkit.runtime.signals import STOP_SIGNALS, hear_stop
 from trainkit.schema.columns import OWN_LOOP
-from trainkit.schema.records import ALL_EPOCHS, SAME, RecordWriter, Row
+from trainkit.schema.records import ALL_EPOCHS, ITS_LOOP, SAME, RecordWriter, Row
 
 IF_SPLIT = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."
 
@@ -254,7 +254,7 @@ class Recorder:
         if saved:
             report_stop(f"stopped by a signal; saved in {saved}", Path(saved))
         else:
-            self._record.finish(ALL_EPOCHS if self._epoch > self._epochs else "its loop ended")
+            self._record.finish(ALL_EPOCHS if self._epoch > self._epochs else ITS_LOOP)
             screen.tell_end(self._record, self._epochs)
 
 

@@ -31,7 +31,7 @@ from trainkit.runtime.errors import UserError, tell
 from trainkit.runtime.files import check_writable
 from trainkit.runtime.place import Place
 from trainkit.schema.columns import OWN_OPTIMIZER
-from trainkit.schema.records import ALL_EPOCHS, RecordWriter, Row
+from trainkit.schema.records import ALL_EPOCHS, ITS_LOOP, RecordWriter, Row
 
 if TYPE_CHECKING:
     from trainkit.rank.sharded import Sharded  # takes long to import, and few scripts need it
@@ -355,7 +355,8 @@ class Run:
         if self.options.dry_run:
             tell("dry run: one training step and one test batch went through; nothing was written.")
             return
-        self._record.finish(self._stopping.reason or ALL_EPOCHS)
+        reached_the_last = self._epoch > self.options.epochs
+        self._record.finish(self._stopping.reason or (ALL_EPOCHS if reached_the_last else ITS_LOOP))
         screen.tell_end(self._record, self.options.epochs, self._stopping.reason)
         if self.options.save_model:
             path = self.options.results_dir / "models" / f"{self._record.facts['run_id']}.pt"

@@ -31,7 +31,8 @@ from trainkit.schema.columns import ALL_REDUCE_COLUMNS, COLUMNS, METRIC_COLUMNS,
 
 SCHEMA_VERSION = 1
 SLOW = 1.25  # a rank is called slow from this many times the median of the others on
-ALL_EPOCHS = "all epochs"  # why a run ended, if nothing ended it earlier
+# Why a run ended: nothing ended it earlier, or the script itself did.
+ALL_EPOCHS, ITS_LOOP = "all epochs", "its loop ended"
 # Of a training that goes on: what has to be the same (a Recorder compares it; a Run has its checkpoints do
 # so), and what stays as at its first start, whatever the script says now. For example, an optimizer has its
 # constants from the checkpoint.
