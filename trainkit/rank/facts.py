@@ -6,7 +6,7 @@ from torch import nn
 from trainkit.rank import identity
 from trainkit.rank.model import class_name
 from trainkit.rank.precision import precision_of
-from trainkit.runtime import place
+from trainkit.runtime import place, process_group
 from trainkit.runtime.device import build, device_name, git_commit, is_gpu
 from trainkit.runtime.place import Place
 
@@ -27,5 +27,6 @@ def of_start(here: Place, model: nn.Module, dataset: str) -> dict[str, object]:
         "node_list": place.node_list(),
         "torch_version": str(torch.__version__),
         "cuda_version": build().removeprefix("CUDA ") if is_gpu(here.device) else "",
-        "git_commit": git_commit(),
+        # Of rank 0, which writes the record: all ranks at once would burden the disk that they share.
+        "git_commit": git_commit() if process_group.is_rank_0() else "",
     }
