@@ -209,7 +209,7 @@ def varies(rows: pd.DataFrame, name: str) -> bool:
     return (rows.groupby(by)[name].nunique().max() if by else rows[name].nunique()) > 1
 
 
-def _files(paths: Iterable[Path], skipped: list[str]) -> list[str]:
+def _files(paths: Iterable[Path], skipped: list[str]) -> list[Path]:
     """List the CSVs of runs, each once; `skipped` gets a sentence for every folder that cannot be read."""
     files = {}  # the given names, by their real paths
     for path in paths:
@@ -231,20 +231,20 @@ def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
     skipped += [f"{error.filename}: not read, {error.strerror}." for error in errors]
 
 
-def _starts_in(file: str, skipped: list[str]) -> dict[str, list[records.Row]]:
+def _starts_in(file: Path, skipped: list[str]) -> dict[str, list[records.Row]]:
     """Read the rows of a file by their start, each with the name of the `file`."""
     try:
-        rows = records.read(Path(file))
+        rows = records.read(file)
     except records.RecordError as error:
         skipped.append(str(error))
         return {}
     return records.by_run(row | {"file": str(file)} for row in rows)
 
 
-def _ranks_beside(file: str, skipped: list[str]) -> list[records.Row]:
+def _ranks_beside(file: Path, skipped: list[str]) -> list[records.Row]:
     """Read the rows of the ranks next to a file; none if there is no such file."""
     try:
-        return records.read_ranks(Path(file)) if records.beside(Path(file)).exists() else []
+        return records.read_ranks(file) if records.beside(file).exists() else []
     except records.RecordError as error:
         skipped.append(str(error))
         return []

@@ -1,4 +1,4 @@
-"""The results of an epoch, passed between the loop, the log and the checkpoints; and the evaluation."""
+"""The results of an epoch, passed between the loop, the record and the checkpoints; and the evaluation."""
 
 import math
 from collections.abc import Callable
