@@ -341,7 +341,7 @@ finish() {
         answer=${answer#*code    } # container programs have their words before it
         code=${answer%%$'\n'*}
         [[ $answer != *$'\n'* ]] || echo "${answer#*$'\n'}"
-    elif ((code)) || [[ $refusal ]]; then
+    elif ((code)) || [[ -e $TRAINKIT_JOB_DIR/stopped && ! $requeued ]]; then
         ((code)) || code=1
         echo "${refusal:+error: $refusal; }its checkpoints, if it has saved, are in $TRAINKIT_JOB_DIR/checkpoints"
     fi

@@ -136,6 +136,14 @@ def test_it_has_come_back_too_often(release: str, tmp_path: Path) -> None:
     late = Ending(1, seconds=in_job.SOON_SECONDS, restart=3, most_restarts=3)
     outcome = end(tmp_path, facts(release, "rank_failed"), late, (KILLED,))
     assert outcome.why[0].startswith("rank 1") and "SITE_MOST_RESTARTS" in outcome.said[-1]
+    ending = Ending(143, from_outside=True, restart=3, most_restarts=3)
+    outcome = end(tmp_path, facts(release, "time_limit"), ending)
+    assert outcome.exit_code == 143 and "SITE_MOST_RESTARTS" in outcome.why[0]
+    # Its user, or Slurm, has decided otherwise.
+    ending = replace(ending, code=143, from_outside=True)
+    assert not end(tmp_path, facts(release, "scancel"), ending).why
+    outcome = end(tmp_path, facts(release, "preempted"), Ending(0, restart=3, most_restarts=3))
+    assert outcome.exit_code == 1 and "higher priority" in outcome.why[0]
 
 
 def test_preempted_before_it_has_saved(release: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -82,13 +82,16 @@ class Ending:
 
 
 def may_go_back(facts: SlurmFacts, ending: Ending) -> bool:
-    """Return whether a job that has saved may go back to the queue.
+    """Return whether a job that has saved may go back to the queue."""
+    return not ending.was_the_last and _has_reason_to_go_back(facts, ending)
+
+
+def _has_reason_to_go_back(facts: SlurmFacts, ending: Ending) -> bool:
+    """Return whether a job that has saved was stopped, rather than ended by its user or by a fault.
 
     Where a rank fails, srun ends the others, and these may save. That is no reason to come back soon after
     the start, since such a job would do so without end.
     """
-    if ending.was_the_last:
-        return False
     if facts.at_time_limit:
         return True
     if ending.from_outside:
@@ -105,14 +108,22 @@ def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> 
         ending: by the job script.
         evidence: by the ranks and by what their launcher has printed.
     """
-    code, from_outside = ending.code, ending.from_outside
-    if code == 0 and evidence.node_failed:  # Slurm itself puts the job back into the queue
-        code, from_outside = 1, True
+    if ending.code == 0 and evidence.node_failed:  # Slurm itself puts the job back into the queue
+        ending = replace(ending, code=1, from_outside=True)
+    code = ending.code
     saved = job_folder.stopped(folder)
     if saved == "":
         saved = str(folder / job_folder.CHECKPOINTS)
     again = _how_to_go_on(folder, saved)
-    too_often = f"it has come back {ending.restart} times, the most here (SITE_MOST_RESTARTS)"
+    preempted = _was_only_preempted(facts, folder)
+    too_often = (
+        saved is not None
+        and ending.refusal is None
+        and ending.was_the_last
+        and _has_reason_to_go_back(facts, ending)
+    )
+    if too_often:
+        code = code or 1  # its training has not come to its end
 
     reasons: list[Reason] = []
     said: list[str] = []
@@ -120,11 +131,19 @@ def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> 
         code = code or 1
         reasons = [Reason(f"this job is not requeued ({ending.refusal}): {again}")]
         said = [f"error: {reasons[0].text}"]
-    elif from_outside and not ending.requeued:
+    elif too_often and not preempted:
+        returns = f"it has come back {ending.restart} times, the most here (SITE_MOST_RESTARTS)"
+        stays = Reason(f"{returns}: {again}")
+        failed = evidence.reasons() if ending.code and not ending.from_outside else []
+        reasons = failed or [stays]
+        said = why.sentences(reasons)
+        if failed:
+            said.append(stays.text)
+    elif ending.from_outside and not ending.requeued:
         said = ["ended from outside: scancel, scontrol requeue, preemption, the time limit or a failed node"]
         if saved:
             said.append(f"if it does not come back by itself, {again}")
-    elif code and not ending.requeued and _was_only_preempted(facts, folder):
+    elif code and not ending.requeued and preempted:
         # Newer Slurm (seen: 24.11, 26.05) brings it back, whatever its exit code; 22.05 does not.
         left = "a job of higher priority took its place (preemption)"
         reasons = [Reason(f"{left}: if squeue shows that it does not come back, {again}")]
@@ -133,12 +152,8 @@ def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> 
         reasons = evidence.reasons()
         said = why.sentences(reasons)
         if saved and not ending.requeued:
-            stays = "it failed soon after its start, so it does not come back"
-            said.append(f"{too_often if ending.was_the_last else stays}: correct it, and {again}")
-    elif saved and not ending.requeued:
-        code = 1  # its training has not come to its end
-        reasons = [Reason(f"{too_often}: {again}")]
-        said = why.sentences(reasons)
+            said.append(f"it failed soon after its start, so it does not come back: correct it, and {again}")
+
     first = reasons[0] if reasons else Reason("")
     return Outcome(
         restart=ending.restart,
