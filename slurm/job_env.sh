@@ -271,11 +271,11 @@ stop_sampling() {
     [[ -n $sampler ]] || return
     echo "$1" >"$watching/ended" # this is the exit code
     exec {sampler_input}>&-
-    for ((tenths = 0; tenths < 150; tenths++)); do
+    for ((tenths = 0; tenths < 100; tenths++)); do
         kill -0 "$sampler" 2>/dev/null || return
         sleep 0.1
     done
-    tell_no_verdict "no verdict within 15 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
+    tell_no_verdict "no verdict within 10 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
 }
 
 # --- how it ends ------------------------------------------------------------------------------------
@@ -287,7 +287,8 @@ printed() {
 }
 
 # Ask trainkit/jobs/in_job.py, which decides all that there is to decide at the end of a job. Where Python is in
-# the site's container only, it runs there, but Slurm starts nothing in a job on its way back to the queue.
+# the site's container only, it runs there, but Slurm starts nothing in a job on its way back to the queue. It
+# answers in less than a second; a node is not held for one that hangs, as in a file system.
 in_job() {
     local launcher=srun ask
     [[ -z ${ranks:-} ]] || launcher=torchrun # by slurm_submit_torchrun.sh
@@ -295,11 +296,11 @@ in_job() {
         "--launcher=$launcher" "--code=$code" "--seconds=$SECONDS" "--restart=${SLURM_RESTART_COUNT:-0}"
         "--most-restarts=$SITE_MOST_RESTARTS")
     [[ -z $ended_from_outside ]] || ask+=(--from-outside)
-    "${ask[@]}" 2>/dev/null < <(printed) && return
+    timeout --signal=KILL 10 "${ask[@]}" 2>/dev/null < <(printed) && return
     [[ -z $requeued ]] || return
     (
         unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
-        timeout --signal=KILL 60 srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 \
+        timeout --signal=KILL 20 srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 \
             "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" "${ask[@]}" 2>/dev/null < <(printed)
     )
 }

@@ -290,11 +290,11 @@ def test_a_job_that_cannot_be_sampled(on_cluster: Checkout) -> None:
     reasons = {
         "python": "not sampled to the end: see ",
         "srun": "not sampled to the end: see ",
-        "hangs": "no verdict within 15 seconds: python slurm/monitor.py --verdict ",
+        "hangs": "no verdict within 10 seconds: python slurm/monitor.py --verdict ",
     }
     script = on_cluster.folder / "slurm" / "job_env.sh"
-    assert "tenths < 150" in script.read_text()
-    script.write_text(script.read_text().replace("tenths < 150", "tenths < 50"))
+    assert "tenths < 100" in script.read_text()
+    script.write_text(script.read_text().replace("tenths < 100", "tenths < 50"))
     jobs = {}
     for name, fault in faults.items():
         command = "python" if name == "python" else "srun"
