@@ -30,9 +30,12 @@ def submit(request: Request) -> Handle:
             stderr_to_stdout=True,
             slurm_partition=request.partition,
             slurm_signal_delay_s=60,  # USR2 comes a minute before the end: save a checkpoint,
-            # And go back to the queue. GPUs, cores and memory are in the words of site.sh; without any:
-            # {"gpus-per-node": "2", "cpus-per-task": "4", "mem": "16G"}
-            slurm_additional_parameters={"requeue": True, **request.sbatch_options},
+            slurm_additional_parameters={
+                "requeue": True,  # and go back to the queue
+                # GPUs, cores and memory, named as slurm/site.sh says; without that file:
+                # {"gpus-per-node": "2", "cpus-per-task": "4", "mem": "16G"}
+                **request.sbatch_options,
+            },
             slurm_setup=request.setup,  # bash, before srun: sources slurm/job_env.sh
             slurm_srun_args=[
                 "--kill-on-bad-exit=1",

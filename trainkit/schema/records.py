@@ -313,12 +313,15 @@ def read_runs(paths: Iterable[Path]) -> dict[str, list[Row]]:
 def join(starts: dict[str, list[Row]]) -> dict[str, list[Row]]:
     """Put the starts of trainings together to runs: the rows of each, by the `run_id` of its last start.
 
-    A run is a start and, of those that it goes on from, the epochs before its own first one: so an epoch that
-    was made again counts once, as the later start made it. A start that did not come to its end is left
-    behind by a later one that goes on from it, or from one before it; a start that did come to its end stays
-    a run, unless a later one goes on after its last epoch. So two starts from one checkpoint are two runs
-    that share their first epochs if the first of them had come to its end, and otherwise the second is the
-    run.
+    A run is a start, and of the starts that it goes on from the epochs before its own first one. So an epoch
+    that was made again counts once, as the later start made it.
+
+    Other starts are left out, as a later one has taken their place:
+    - If a start was stopped or killed, the later one goes on from it, or from a start before it.
+    - If it came to its end, the later one goes on after its last epoch, as with more --epochs.
+
+    So if a start came to its end, and another goes on from one of its earlier checkpoints, these are two
+    runs, which share their first epochs.
 
     Args:
         starts: the rows of each, by `run_id`, in the order of their epochs.
