@@ -4,12 +4,14 @@ What Slurm says was recorded on the practice cluster, at the end of the job scri
 """
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import REPOSITORY
 
-from trainkit.jobs import in_job
+from trainkit.jobs import in_job, slurm
 from trainkit.jobs.in_job import Ending, SlurmFacts
 from trainkit.jobs.why import Evidence
 from trainkit.runtime import job_folder
@@ -42,6 +44,15 @@ def test_what_slurm_says(release: str) -> None:
     assert [name for name in told if told[name].at_time_limit] == ["time_limit"]
     assert [name for name in told if told[name].preempted] == ["preempted"]
     assert SlurmFacts.parse("") == SlurmFacts()  # its controller does not answer
+
+
+def test_the_fields_that_the_job_script_itself_reads(release: str) -> None:
+    """It would not notice that one of them has another name."""
+    script = (REPOSITORY / "slurm" / "job_env.sh").read_text()
+    asked = set(re.findall(r'\$facts (?:==|!=|=~) [*"\\]*\ (\w+)=', script))
+    assert {"Reason", "PreemptTime"} <= asked
+    recorded = (RECORDED / release / "array.txt").read_text()
+    assert asked <= slurm.fields(recorded).keys()
 
 
 def test_a_users_words_are_not_slurms() -> None:

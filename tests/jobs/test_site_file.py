@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from checkout import Checkout
+from conftest import succeeded
 
 from trainkit.doctor import login_node
 from trainkit.doctor.checkup import FAULT
@@ -57,6 +58,16 @@ def test_the_words_of_a_site(checkout: Checkout) -> None:
     checkout.site("SITE_GPUS=(--gres=gpu:a100:%d --constraint=a100)\nSITE_MEM=\n")
     words = {"SITE_GPUS": "--gres=gpu:a100:%d --constraint=a100", "SITE_MEM": ""}
     assert site.read_site().words == site.WORDS | words
+
+
+def test_it_is_read_once_for_a_command(checkout: Checkout) -> None:
+    """Modules that it loads take seconds."""
+    reads = checkout.folder / "reads"
+    checkout.site(f"echo >>'{reads}'\n")
+    succeeded(checkout.submit_py("single", "--dry-run"))
+    assert reads.read_text() == "\n"
+    succeeded(checkout.python("slurm/sweep.py", "--dry-run", "--gpus", 1, "--stages", "single"))
+    assert reads.read_text() == "\n\n"
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,8 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
         "scontrol", "printf '127.0.0.2\\n127.0.0.3\\n'"
     )  # show hostnames; as addresses they resolve
     checkout.fake("srun", 'printf \'%s\\n\' "$MASTER_ADDR" "$MASTER_PORT" "$@" >told')
+    reads = checkout.folder / "reads"
+    checkout.site(f"echo >>'{reads}'\n")
     told = []
     for job, ports in {"41": "10000-29999", "42": "20000-20009"}.items():
         done = checkout.run(
@@ -202,6 +204,7 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         told.append((script.parent / "told").read_text().splitlines())
+    assert reads.read_text() == "\n\n"  # once for each job: modules that it loads take seconds
     (address, port, *arguments), (_, other_port, *_) = told
     assert address == "127.0.0.2"
     assert (port, other_port) == ("10041", "20002")
