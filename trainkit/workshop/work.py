@@ -41,7 +41,7 @@ class Workspace:
             Wrong: if it does not exist, or is not a text file.
         """
         try:
-            return (self.folder / name).read_text(encoding="utf-8")
+            return (self.folder / name).read_text(encoding="utf-8-sig")
         except (FileNotFoundError, UnicodeDecodeError) as error:
             raise Wrong(f"mine/{name} cannot be read ({error}): `reset` restores it.") from None
 
