@@ -458,7 +458,7 @@ def test_slurm_refuses(on_cluster: Callable, checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("names_on_n2", "fault"),
     [
-        ("127.0.0.1 localhost\n", "the master's name n1 cannot be resolved here"),
+        ("127.0.0.1 localhost\n", "the master's name n1 cannot be resolved on n2"),
         ("127.0.1.1 n1\n", "the master's name means n2 itself on n2 (n1 is 127.0.1.1)"),
     ],
 )

@@ -124,6 +124,23 @@ def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout], separ
     assert threads | {row["threads_per_worker"] for row in rows} == {1}
 
 
+HANGS = "SITE_CONTAINER=(bash -c '((SLURM_PROCID)) && sleep 300; exec \"$@\"' bash)\n"
+APART = {
+    "no such interface": (
+        "SITE_NETWORK_INTERFACE=nope0\n",
+        r"n\d has no network interface nope0 .*SITE_NETWORK_INTERFACE",
+    ),
+    "a rank is missing": (HANGS, "not all came.* rank 1 has not started"),
+}
+
+
+@pytest.mark.parametrize(("site", "told"), APART.values(), ids=APART)
+def test_why_the_ranks_of_a_job_cannot_meet(site: str, told: str, on_cluster: Checkout) -> None:
+    on_cluster.site(site)
+    log = on_cluster.fail("srun", *SMALL, "--timeout", 10, sbatch=TWO_NODES["srun"])
+    assert re.search(rf"^why .*{told}", log, re.MULTILINE), log
+
+
 def test_a_hostname_that_means_nothing_to_other_nodes(on_cluster: Checkout, separate_hosts: bool) -> None:
     if not separate_hosts:
         pytest.skip("the nodes of this cluster are one host, with one list of names")

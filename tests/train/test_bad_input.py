@@ -2,7 +2,6 @@
 
 import re
 import signal
-import socket
 import sys
 from pathlib import Path
 from textwrap import indent
@@ -146,16 +145,6 @@ def test_one_process_stages_refuse_more(
 ) -> None:
     done = script(stage, "--results-dir", tmp_path, env=environment)
     assert "use stage 03, 03_multigpu_ddp/mnist_ddp.py" in one_error(done)
-
-
-def test_a_port_in_use_is_named(script: Script, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-        done = script("ddp", "--results-dir", tmp_path, env=place | {"MASTER_PORT": port})
-    assert f"the 2 processes could not meet at localhost:{port}" in one_error(done)
 
 
 def test_a_rank_whose_peer_is_lost_ends_with_a_sentence(

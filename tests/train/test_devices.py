@@ -153,6 +153,7 @@ def test_two_ranks_on_one_card_are_refused_before_nccl_is(
 ) -> None:
     """The second of two, which sees two GPUs."""
     store = dist.HashStore()
+    store.set("training", "2 processes")
     store.set("card of 0", "host 5e:00")
     for name, value in RANK_1_OF_2.items():
         monkeypatch.setenv(name, value)

@@ -110,6 +110,7 @@ TWO_NODES = {
     "srun": {"SLURM_STEP_NUM_TASKS": 4, "SLURM_STEP_NUM_NODES": 2, "SLURM_PROCID": 3, "SLURM_LOCALID": 1},
     "torchrun": {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2},
 }
+TWO_NODES["torchrun"]["TORCHELASTIC_RUN_ID"] = "none"
 
 
 @pytest.mark.parametrize("launcher", TWO_NODES)
@@ -124,9 +125,11 @@ def test_a_rank_counts_over_all_nodes_and_its_gpu_on_its_own(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(device, "try_gpu", lambda device: met.append(device.index))
     monkeypatch.setattr(process_group, "card", lambda device: "")
-    monkeypatch.setattr(
-        torch.distributed, "rendezvous", lambda *_, **__: iter([(torch.distributed.HashStore(), 3, 4)])
-    )
+    store = torch.distributed.HashStore()  # the others have come
+    named = "torchrun none, 4 processes" if launcher == "torchrun" else "4 processes"
+    for key, value in {"training": named, "card of 0": "", "card of 1": "", "card of 2": ""}.items():
+        store.set(key, value)
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(store, 3, 4)]))
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **how: met.append(how["rank"]))
     here = process_group.join(use_cuda=True, timeout=30)
     assert (here.rank, here.local_rank, here.size, here.nodes) == (3, 1, 4, 2)

@@ -26,7 +26,8 @@ def addresses(name: str) -> list[str]:
 
 def told(name: str) -> str:
     """Return a name and what it resolves to here, for people."""
-    return f"{name} is {', '.join(addresses(name)) or 'unknown'}"
+    known = addresses(name)
+    return name if known == [name] else f"{name} is {', '.join(known) or 'unknown'}"
 
 
 def problem(master: str, gloo: bool) -> Problem | None:
@@ -38,8 +39,8 @@ def problem(master: str, gloo: bool) -> Problem | None:
     if master in _loopback(master):  # by Slurm's own word all nodes are on this machine
         return None
     if not addresses(master):
-        fix = f"an admin has to give {node()} an address for {master} (DNS or /etc/hosts)"
-        return Problem(f"the master's name {master} cannot be resolved here", fix)
+        fix = f"correct MASTER_ADDR, or have an admin give it an address (DNS, or /etc/hosts of {node()})"
+        return Problem(f"the master's name {master} cannot be resolved on {node()}", fix)
     first = (os.environ.get("SLURM_NODEID") or os.environ.get("GROUP_RANK") or "0") == "0"
     if not first and _loopback(master):
         what = f"the master's name means {node()} itself on {node()} ({told(master)})"

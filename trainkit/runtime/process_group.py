@@ -7,7 +7,8 @@ import os
 import pickle
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,9 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  imported within a group, it would keep that alive
 
-from trainkit.runtime import debugging, names, place
+from trainkit.runtime import debugging, meeting, place
 from trainkit.runtime.device import BACKENDS, card, choose_device, cores, gpus, is_gpu, limit_threads
 from trainkit.runtime.errors import PeerError, UserError, fail, first_line
+from trainkit.runtime.meeting import ANOTHER_PORT, DOCTOR
+from trainkit.runtime.names import Problem
 from trainkit.runtime.place import Place
 
 PIECE_BYTES = 2**26  # of a large tensor that travels
@@ -57,29 +60,7 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
     """
     # A rank logs where it is twice before the others give up on it.
     here = _with_device(_place(), use_cuda, debug_dir, every=timeout / 2)
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    what_to_do = (
-        "check that all of them run, every node resolves the address, and nothing else uses the port. "
-        "`python slurm/doctor.py --job` tests it; SITE_NETWORK_INTERFACE in slurm/site.sh sets the network."
-    )
-    unable = f"the {here.size} processes could not meet at {where}"
-    # PyTorch asks a silent server again and again, each time for the whole timeout. Ranks may
-    # arrive a whole timeout apart, and connecting then takes a while.
-    silent = f"{unable} (something there is silent): {what_to_do}"
-    watch = threading.Timer(2 * timeout + PATIENCE_SECONDS, fail, [silent])
-    watch.daemon = True
-    watch.start()
-    try:
-        _meet(here, timedelta(seconds=timeout))
-    except (RuntimeError, ValueError) as error:
-        of_names = None
-        if here.nodes > 1:
-            of_names = names.problem(os.environ["MASTER_ADDR"], gloo=not is_gpu(here.device))
-        if of_names:
-            what_to_do = f"{of_names.what}: {of_names.fix}."
-        raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
-    finally:
-        watch.cancel()
+    _meet(here, timedelta(seconds=timeout))
     return _settled(here, debug_dir)
 
 
@@ -131,28 +112,142 @@ def _settled(here: Place, debug_dir: Path | None) -> Place:
 
 def _meet(here: Place, timeout: timedelta) -> None:
     """Find the others through the store of rank 0, or torchrun, and make the process group."""
+    own_card = card(here.device) if is_gpu(here.device) else ""
     store = dist.HashStore()
     if here.size > 1:
-        store, _, _ = next(dist.rendezvous("env://", here.rank, here.size, timeout=timeout))
+        store = _reach_store(here, timeout)
+        _await_all(store, here, own_card, timeout)
     how = {"backend": BACKENDS[here.device.type]}
     if is_gpu(here.device):
-        # NCCL does not allow two ranks on the same card.
-        own = card(here.device)
-        store.set(f"card of {here.rank}", own)
-        for other in range(here.rank) if own else ():
-            if store.get(f"card of {other}").decode() == own:
-                raise UserError(
-                    f"rank {here.rank} has the GPU of rank {other}, or a slice (MIG) of its card "
-                    f"({here.local_size} processes on {platform.node()}, {len(gpus())} visible GPU(s), "
-                    f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}): start one "
-                    "process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
-                    "--gpu-bind=closest, and on one slice of each card only, or add --no-cuda."
-                )
+        _refuse_shared_card(store, here, own_card)
         # After --timeout PyTorch would hold the GPUs for another minute, to write a dump to the home folder.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
         how["device_id"] = here.device
-    dist.init_process_group(store=store, rank=here.rank, world_size=here.size, timeout=timeout, **how)
+    unable = "the ranks could not connect to each other"
+    what_to_do = f"set SITE_NETWORK_INTERFACE in slurm/site.sh to the network between the nodes; {DOCTOR}."
+    with _at_most(timeout, f"{unable} (no answer): {what_to_do}"):
+        try:
+            dist.init_process_group(store=store, rank=here.rank, world_size=here.size, timeout=timeout, **how)
+        except (RuntimeError, ValueError) as error:
+            cause = meeting.not_connected(gloo=not is_gpu(here.device), nodes=here.nodes)
+            if cause:
+                raise UserError(f"{unable}: {cause.what}: {cause.fix}.") from None
+            raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
+
+
+def _reach_store(here: Place, timeout: timedelta) -> dist.Store:
+    """Return the store that rank 0, or torchrun, opens for all ranks.
+
+    Raises:
+        UserError: if it cannot be reached, or opened.
+    """
+    silent = Problem("what answers there says nothing: another program has the port", ANOTHER_PORT)
+    # PyTorch asks a silent server again and again, each time for the whole timeout.
+    with _at_most(timeout, str(_could_not_meet(here, silent))):
+        try:
+            # Of 1 process, so that rank 0 does not wait here for the others: PyTorch would tell how many
+            # have not come, and not which.
+            store, _, _ = next(dist.rendezvous("env://", here.rank, 1, timeout=timeout))
+        except ValueError as error:
+            cause = Problem(first_line(error), "correct MASTER_PORT")
+            raise _could_not_meet(here, cause) from None
+        except RuntimeError as error:
+            master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            cause = meeting.no_store(master, port, opens_it=here.rank == 0, error=error)
+            raise _could_not_meet(here, cause) from None
+    return store
+
+
+def _await_all(store: dist.Store, here: Place, own_card: str, timeout: timedelta) -> None:
+    """Wait until all ranks of this training have come to the store, each with the name of its card.
+
+    Raises:
+        UserError: if one does not come, or the store is of another training.
+        PeerError: if rank 0 has not waited as long as this rank.
+    """
+    keys = {rank: _roll_key(rank) for rank in range(here.size)}
+    if here.rank == 0:
+        store.set("training", _training(here))
+    try:
+        _refuse_foreign(store, here, timeout)
+        store.set(keys[here.rank], own_card)
+        store.wait(list(keys.values()), timeout)
+    except RuntimeError:
+        try:
+            missing = [rank for rank, key in keys.items() if rank != here.rank and not store.check([key])]
+        except RuntimeError:  # the store is gone, with rank 0
+            raise PeerError("rank 0 has left before all ranks had come: see its error.") from None
+        raise _could_not_meet(here, meeting.missing(missing)) from None
+
+
+def _refuse_foreign(store: dist.Store, here: Place, timeout: timedelta) -> None:
+    """Raise a UserError if the store is not that of this training: rank 0 says there which it is."""
+    own = _training(here)
+    try:
+        store.wait(["training"], timeout)
+    except RuntimeError:
+        if here.launcher == "torchrun":  # which has opened the store itself
+            cause = meeting.missing([0])
+        else:
+            cause = meeting.foreign(own=own, other="one that does not use trainkit")
+        raise _could_not_meet(here, cause) from None
+    other = store.get("training").decode()
+    if other != own:
+        raise _could_not_meet(here, meeting.foreign(own=own, other=other))
+
+
+def _roll_key(rank: int) -> str:
+    """Return the key at which a rank leaves the name of its card ("" without one) when it has come."""
+    return f"card of {rank}"
+
+
+def _training(here: Place) -> str:
+    """Return words by which the ranks of one training know each other; they are the same on all of them."""
+    processes = f"{here.size} processes"
+    if here.launcher == "torchrun":
+        return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']}, {processes}"
+    # Ranks that somebody has started by hand may be in jobs of their own.
+    if here.launcher in ("srun", "submitit") and place.job_id():
+        return f"job {place.job_id()}, {processes}"
+    return processes
+
+
+def _refuse_shared_card(store: dist.Store, here: Place, own_card: str) -> None:
+    """Raise a UserError if another rank has the same card, which NCCL does not allow."""
+    for other in range(here.rank) if own_card else ():
+        if store.get(_roll_key(other)).decode() == own_card:
+            raise UserError(
+                f"rank {here.rank} has the GPU of rank {other}, or a slice (MIG) of its card "
+                f"({here.local_size} processes on {platform.node()}, {len(gpus())} visible GPU(s), "
+                f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}): start one "
+                "process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
+                "--gpu-bind=closest, and on one slice of each card only, or add --no-cuda."
+            )
+
+
+@contextmanager
+def _at_most(timeout: timedelta, sentence: str) -> Iterator[None]:
+    """End this process with a sentence if what it does takes much longer than PyTorch's own timeout.
+
+    Ranks may arrive a whole timeout apart, and connecting then takes a while.
+    """
+    watch = threading.Timer(2 * timeout.total_seconds() + PATIENCE_SECONDS, fail, [sentence])
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
+def _could_not_meet(here: Place, cause: Problem) -> UserError:
+    unable = f"the {here.size} processes could not meet at {_store_address()}"
+    return UserError(f"{unable}: {cause.what}: {cause.fix}.")
+
+
+def _store_address() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def leave() -> None:
