@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from trainkit.runtime import names, place
-from trainkit.runtime.errors import fail, first_line
+from trainkit.runtime import meeting, names, place
+from trainkit.runtime.errors import fail
 from trainkit.runtime.signals import STOP_SIGNALS
 
 PATIENCE = 20  # seconds from SIGTERM on, as Slurm kills after 30
@@ -34,19 +34,32 @@ def main() -> None:
     sys.argv[1:1] = _by_slurm(sys.argv)
     from torch.distributed import run  # takes seconds, in which a signal may come
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
     try:
         run.main()
     except SignalException as end:  # which the ranks have had, too
         os._exit(128 + end.sigval)
     except (RendezvousConnectionError, socket.gaierror) as error:
-        master = os.environ.get("MASTER_ADDR", "")
-        known = ", ".join(map(names.told, filter(None, (master, socket.gethostname()))))
+        fail(_why_apart(error.__cause__ or error))
+    except RendezvousTimeoutError:
         fail(
-            f"the torchruns could not meet ({first_line(error)}): try again, as another program may have the "
-            f"port of --rdzv-endpoint, or have the names mended (on {place.node()}, {known})."
+            "not all torchruns came to --rdzv-endpoint in time: see whether the one of another node has "
+            "reported an error; if it was only slow, give more --rdzv-conf=join_timeout (seconds)."
         )
+
+
+def _why_apart(error: BaseException) -> str:
+    """Return why this torchrun could not reach the one that the others connect to, and what to do."""
+    endpoint = re.search(r"--rdzv-endpoint[= ](\S+):(\d+)(?!\S)", " ".join(sys.argv))
+    # The hostname is asked for in the end (getfqdn), whatever the address is.
+    if endpoint is None or not names.addresses(socket.gethostname()) and isinstance(error, socket.gaierror):
+        known = names.told(socket.gethostname())
+        return f"the torchruns could not meet ({error}; on {place.node()}, {known}): have the names mended."
+    master, port = endpoint.groups()
+    opens_it = "--rdzv-conf=is_host=1" in sys.argv
+    cause = meeting.no_store(master, int(port), opens_it=opens_it, error=error)
+    return f"the torchruns could not meet at {master}:{port}: {cause.what}: {cause.fix}."
 
 
 def _by_slurm(arguments: Sequence[str]) -> list[str]:
