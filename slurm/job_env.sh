@@ -96,8 +96,8 @@ problem=$(mkdir -p "$TRAINKIT_JOB_DIR" 2>&1) ||
     fail "$TRAINKIT_JOB_DIR cannot be made (${problem##*: }): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in \
 slurm/site.sh to a shared folder of yours."
 # Slurm before 26.05 (seen: 24.11; SchedMD's ticket 25682) starts a job that was preempted once more after it
-# has come back, and ended.
-if [[ -e $TRAINKIT_JOB_DIR/ended-after-preemption ]]; then
+# has come back, and ended. That may also be one that had not saved, and was killed.
+if [[ -e $TRAINKIT_JOB_DIR/ended-after-restart ]]; then
     echo "this job has already ended well, and does nothing more: to train again, submit it again"
     exit
 fi
@@ -315,7 +315,6 @@ may_go_back() {
 # Set `requeued`, or `refusal` to why Slurm refuses. Its controller may be restarting.
 requeue() {
     echo "stopped; back to the queue, to go on from the checkpoint"
-    [[ $facts != *" PreemptTime="[0-9]* ]] || touch "$TRAINKIT_JOB_DIR/preempted"
     if ! scontrol requeue "$this_job" >/dev/null 2>&1; then
         sleep 10
         refusal=$(scontrol requeue "$this_job" 2>&1) || return
@@ -329,7 +328,7 @@ finish() {
     trap - EXIT
     trap '' TERM # requeue sends it to this script, too
     echo
-    if ((code)) || [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then
+    if ((code || ${SLURM_RESTART_COUNT:-0})) || [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then
         facts=$(scontrol --oneliner show job "$this_job" 2>/dev/null)
     fi
     if [[ -e $TRAINKIT_JOB_DIR/stopped ]] && may_go_back; then

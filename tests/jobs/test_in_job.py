@@ -5,11 +5,12 @@ What Slurm says was recorded on the practice cluster, at the end of the job scri
 
 import io
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 
 from trainkit.jobs import in_job, slurm
 from trainkit.jobs.in_job import Ending, SlurmFacts
@@ -161,12 +162,9 @@ def test_preempted_before_it_has_saved(release: str, tmp_path: Path) -> None:
     preempted = facts(release, "preempted")
     outcome = end(tmp_path, preempted, Ending(143), (KILLED,))
     assert "higher priority" in outcome.why[0] and outcome.exit_code == 143
-    # A rank that had a reason of its own, and a job that was preempted in an earlier start only.
+    # A rank that had a reason of its own.
     (tmp_path / "rank-0.failed").write_text("error on rank 0: x\n")
     (tmp_path / "first-failed").symlink_to("rank-0.failed")
-    assert end(tmp_path, preempted, Ending(1)).why == ["error on rank 0: x"]
-    (tmp_path / "first-failed").unlink()
-    (tmp_path / "preempted").touch()
     assert end(tmp_path, preempted, Ending(1)).why == ["error on rank 0: x"]
 
 
@@ -181,6 +179,22 @@ def test_a_node_failed(release: str, tmp_path: Path) -> None:
     """And srun returned 0."""
     outcome = end(tmp_path, facts(release, "node_failed"), Ending(0), (NODE_FAILED,))
     assert outcome.exit_code == 1 and "from outside" in outcome.said[0]
+
+
+@pytest.mark.parametrize(
+    ("restart", "situation", "noted"),
+    [(0, "ended_well", False), (1, "ended_well", True), (1, "preempted", False)],
+)
+def test_a_start_after_the_end_has_nothing_to_do(
+    restart: int, situation: str, noted: bool, tmp_path: Path
+) -> None:
+    """job_env.sh looks for this note. A plain script that is preempted may leave with 0, and comes back."""
+    shown = (RECORDED / "24.11" / f"{situation}.txt").read_text()
+    given = {"facts": shown, "folder": tmp_path, "log": tmp_path / "log", "launcher": "srun", "code": 0}
+    given |= {"seconds": 5, "restart": restart, "most-restarts": 50}
+    options = [f"--{name}={value}" for name, value in given.items()]
+    succeeded(ran(sys.executable, "-m", "trainkit.jobs.in_job", "end", *options, env=ENVIRONMENT))
+    assert (tmp_path / job_folder.ENDED_AFTER_RESTART).exists() == noted
 
 
 def test_earlier_starts_in_the_log() -> None:

@@ -178,12 +178,8 @@ def _how_to_go_on(folder: Path, saved: str | None) -> str:
 
 
 def _was_only_preempted(facts: SlurmFacts, folder: Path) -> bool:
-    """Return whether preemption is why it failed: no rank had a reason of its own.
-
-    An earlier start that was preempted is no reason: Slurm before 26.05 says so of the later ones, too.
-    """
-    earlier = (folder / job_folder.PREEMPTED).exists()
-    return facts.preempted and not earlier and not job_folder.first_failed(folder)
+    """Return whether preemption is why it failed: no rank had a reason of its own."""
+    return facts.preempted and not job_folder.first_failed(folder)
 
 
 def of_this_start(log: Iterable[bytes]) -> list[str]:
@@ -221,8 +217,9 @@ def main() -> None:
         first_start=ending.restart == 0,
     )
     outcome = end(facts, options.folder, ending, evidence)
-    if outcome.well:
-        job_folder.note_end_after_preemption(options.folder)
+    # A plain script that is told to leave may do so with 0, and has to come back.
+    if outcome.well and outcome.restart and not facts.preempted:
+        job_folder.note_end_after_restart(options.folder)
     with suppress(OSError):  # a full disk
         job_folder.keep_outcome(options.folder, outcome)
     tell("\n".join([f"code    {outcome.exit_code}", *outcome.said]))

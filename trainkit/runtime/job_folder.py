@@ -7,8 +7,7 @@
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
 | `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/in_job.py |
-| `preempted` | an earlier start had to leave for a job of higher priority |
-| `ended-after-preemption` | replaces it: the job has come back since, and ended well |
+| `ended-after-restart` | the job has come back from the queue, and ended well |
 | `checkpoints`, `monitor` | the files of rank/checkpoint.py; the samples (schema/samples.py) |
 | `plain` | the job's script does not use the kit (runtime/plain.py); it may write `stopped` itself |
 
@@ -28,7 +27,7 @@ from trainkit.runtime.place import node, rank_of
 
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
 PLAIN, CHECKPOINTS = "plain", "checkpoints"
-OUTCOME, PREEMPTED, ENDED_AFTER_PREEMPTION = "outcome.json", "preempted", "ended-after-preemption"
+OUTCOME, ENDED_AFTER_RESTART = "outcome.json", "ended-after-restart"
 FIRST_FAILED, STOPPED = "first-failed", "stopped"
 STATES = ("started", "finished", "failed", "lost")  # of a rank
 NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
@@ -108,10 +107,10 @@ def first_failed(folder: Path) -> str:
     return link.readlink().name if link.is_symlink() else ""  # some file systems have no links
 
 
-def note_end_after_preemption(folder: Path) -> None:
-    """If the job had to leave for another one earlier, leave a note that it has come back, and ended well."""
-    with suppress(OSError):
-        (folder / PREEMPTED).rename(folder / ENDED_AFTER_PREEMPTION)
+def note_end_after_restart(folder: Path) -> None:
+    """Leave a note that the job has come back from the queue, and ended well."""
+    with suppress(OSError):  # a full disk
+        (folder / ENDED_AFTER_RESTART).touch()
 
 
 @dataclass(frozen=True)
