@@ -35,8 +35,8 @@ class Role(IntEnum):
     TRAINING = 3
     COMPUTING = 4
     SIZE = 5
-    # Another value is another configuration, whose speed may still be compared, with a doubt. An example is an
-    # argument that belongs to the number of GPUs: it may differ although the training is the same.
+    # Another value is another configuration, whose speed may still be compared, with a doubt. An example is
+    # an argument that belongs to the number of GPUs: it may differ although the training is the same.
     DOUBT = 6
     LAYOUT = 7  # what a speedup compares: another value is another configuration
     REPEAT = 8  # differs between runs of one configuration
