@@ -51,7 +51,7 @@ def test_the_fields_that_the_job_script_itself_reads(release: str) -> None:
     """It would not notice that one of them has another name."""
     script = (REPOSITORY / "slurm" / "job_env.sh").read_text()
     asked = set(re.findall(r'\$facts (?:==|!=|=~) [*"\\]*\ (\w+)=', script))
-    assert {"Reason", "PreemptTime"} <= asked
+    assert {"Reason", "ArrayTaskId"} <= asked
     recorded = (RECORDED / release / "array.txt").read_text()
     assert asked <= slurm.fields(recorded).keys()
 
