@@ -121,7 +121,7 @@ type srun scontrol >/dev/null 2>&1 ||
 # A job that is asked to save as soon as it begins would come back without end, and train a step each time.
 if [[ ! $plain && $facts =~ \ EndTime=([0-9][^ ]*) ]]; then
     seconds_left=$(($(date -d "${BASH_REMATCH[1]}" +%s) - $(date +%s)))
-    seconds_to_save=$(sed -n 's/^#SBATCH --signal=.*@\([0-9]*\).*/\1/p' "$0")
+    seconds_to_save=$(sed -n 's/^#SBATCH --signal=.*@\([0-9]*\).*/\1/p' "$0" | tail -n 1)
     ((seconds_left > ${seconds_to_save:-0})) ||
         fail "this job is to save and stop $seconds_to_save s before its time limit, so it could not train: \
 give it more --time."
@@ -317,7 +317,11 @@ requeue() {
     echo "stopped; back to the queue, to go on from the checkpoint"
     if ! scontrol requeue "$this_job" >/dev/null 2>&1; then
         sleep 10
-        refusal=$(scontrol requeue "$this_job" 2>&1) || return
+        if ! refusal=$(scontrol requeue "$this_job" 2>&1); then
+            refusal=${refusal:-scontrol gives no reason}
+            return
+        fi
+        refusal="" # it may have said something, and done it all the same
     fi
     requeued=1
 }
