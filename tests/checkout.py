@@ -197,7 +197,8 @@ class Checkout:
                 return
             if turn % 20 == 0:  # seldom: each time a Python starts
                 state = self.cluster.job(job)["JobState"]
-                assert state in ("PENDING", "RUNNING", "SIGNALING") or text in self.log(job), self.log(job)
+                goes_on = state in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING")
+                assert goes_on or text in self.log(job), (state, self.log(job))
             time.sleep(0.2)
 
     def train(self, launcher: str, *arguments: object, sbatch: tuple = ()) -> list[dict]:

