@@ -11,6 +11,8 @@ NODES ?= 2
 GPUS ?= 2
 # The release of Slurm that the practice cluster has, also for the tests: own, 22.05, 24.11 or newest.
 SLURM := own
+# A job has variables of this kind from Slurm only.
+unexport SLURM
 
 # An upgrade may take away the Python that it was made with; so does a module that is not loaded.
 ifneq ($(filter-out help clean cluster-%,$(MAKECMDGOALS)),)
