@@ -64,7 +64,7 @@ test-lowest test-middle:
 	@$(VENV)-$@/bin/python -m pytest $(ARGS)
 
 data: $(VENV)/ready
-	@$(RUN) -m trainkit.rank.data $(ARGS)
+	@$(RUN) -m trainkit.data.datasets $(ARGS)
 
 bench: $(VENV)/ready
 	@$(RUN) tools/bench/bench.py $(ARGS)

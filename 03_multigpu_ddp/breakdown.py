@@ -10,11 +10,16 @@ from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
 
-from trainkit import batches, data, errors, options, process_group
-from trainkit import Net, choose_precision, optimizer_and_schedule
-from trainkit.rank import step_phases
-from trainkit.runtime import files
-from trainkit.runtime.command_line import at_least
+from trainkit.data import loaders as batches, datasets as data
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.training.model import Net
+from trainkit.training.precision import choose_precision
+from trainkit.training.optim import optimizer_and_schedule
+from trainkit.training import step_phases
+from trainkit import files
+from trainkit.config.command_line import at_least
 
 import torch
 import torch.nn.functional as F

@@ -25,12 +25,12 @@ choose_training mnist_ddp.py "$@"
     fail "torchrun starts the ranks of a node, so there is one task on each: leave out --ntasks-per-node."
 
 # The CPU cores of the one task are shared by the ranks that torchrun starts. On most clusters Slurm signals
-# only what srun has started: our torchrun (trainkit/runtime/torchrun.py) hands USR2 and SIGTERM on to the ranks.
+# only what srun has started: our torchrun (trainkit/distributed/torchrun.py) hands USR2 and SIGTERM on to the ranks.
 ranks=${SLURM_GPUS_ON_NODE:-1}
 export OMP_NUM_THREADS=$((OMP_NUM_THREADS > ranks ? OMP_NUM_THREADS / ranks : 1))
 
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
-    "${SITE_CONTAINER[@]}" python -m trainkit.runtime.torchrun \
+    "${SITE_CONTAINER[@]}" python -m trainkit.distributed.torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
     --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" \
     "${TRAINING[@]}"

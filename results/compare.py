@@ -14,15 +14,17 @@ from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
+from trainkit import errors
+from trainkit.config import options
+from trainkit.config.command_line import Parser, at_least, given_path
+from trainkit.data import staging
+from trainkit.distributed import launchers as place
+from trainkit.errors import UserError, tell
 from trainkit.jobs import local, slurm, submission, sweep
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import STAGES
-from trainkit.rank import options, staging
-from trainkit.runtime import errors, place
-from trainkit.runtime.command_line import Parser, at_least, given_path
-from trainkit.runtime.errors import UserError, tell
-from trainkit.schema import records
-from trainkit.schema.columns import DDP, DP, SINGLE
+from trainkit.record import records
+from trainkit.record.columns import DDP, DP, SINGLE
 
 BATCH_SIZE = 256
 CPU_TRAIN_SIZE = 20_000  # a core trains one or two thousand images a second; all of MNIST would take long

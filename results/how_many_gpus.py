@@ -11,9 +11,9 @@ from pathlib import Path
 from trainkit.advice.advice import NextRun, Option, interval
 from trainkit.advice.answer import AnswerText, answer_for
 from trainkit.advice.constraints import Constraints
-from trainkit.runtime.command_line import Parser, above_0, at_least, duration, given_path, list_of
-from trainkit.runtime.errors import run
-from trainkit.runtime.files import explained
+from trainkit.config.command_line import Parser, above_0, at_least, duration, given_path, list_of
+from trainkit.errors import run
+from trainkit.files import explained
 
 RESULTS = Path(__file__).resolve().parent
 

@@ -6,8 +6,8 @@ Try: python results/plot_results.py results/runs
 from pathlib import Path
 
 from trainkit.compare.report import report, report_each
-from trainkit.runtime.command_line import Parser, above_0, given_path
-from trainkit.runtime.errors import run, tell
+from trainkit.config.command_line import Parser, above_0, given_path
+from trainkit.errors import run, tell
 
 RESULTS = Path(__file__).resolve().parent
 

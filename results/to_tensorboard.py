@@ -10,10 +10,10 @@ import threading
 from pathlib import Path
 
 from trainkit.compare import comparison
-from trainkit.runtime.command_line import Parser, given_path
-from trainkit.runtime.errors import UserError, run, tell
-from trainkit.runtime.files import check_writable, explained
-from trainkit.schema import records
+from trainkit.config.command_line import Parser, given_path
+from trainkit.errors import UserError, run, tell
+from trainkit.files import check_writable, explained
+from trainkit.record import records
 
 RESULTS = Path(__file__).resolve().parent
 NUMBERS = ("train_loss", "test_loss", "test_accuracy", "images_per_s", "learning_rate", "peak_memory_mb")

@@ -74,7 +74,7 @@ source "${BASH_SOURCE[0]%/*}/site_env.sh"
 plain=""
 if [[ ${1:-} == --plain ]]; then
     plain=1
-    # A queue.py in the folder of the script is not for `python -m`. runtime/plain.py unsets this.
+    # A queue.py in the folder of the script is not for `python -m`. jobs/plain.py unsets this.
     export PYTHONSAFEPATH=1
 else
     # A plain script may have variables of its own with these names.
@@ -111,7 +111,7 @@ fi
 # --- the Python environment ---------------------------------------------------------------------------
 run_activate_environment
 # A shell that torchrun or mpirun has started leaves these, and the ranks would take them for theirs. The same
-# list is in trainkit/runtime/place.py.
+# list is in trainkit/distributed/launchers.py.
 unset {,LOCAL_,GROUP_,ROLE_}{RANK,WORLD_SIZE} ROLE_NAME PMIX_RANK PMIX_NAMESPACE \
     "${!TORCHELASTIC_@}" "${!PET_@}" "${!OMPI_COMM_@}" "${!PMI_@}"
 type srun scontrol >/dev/null 2>&1 ||
@@ -177,13 +177,13 @@ fi
 
 # --- what starts Python -----------------------------------------------------------------------------
 # USR2 and SIGTERM ask a rank to save a checkpoint and stop. They wait until it can
-# (trainkit/rank/checkpoint.py), instead of killing Python while it starts.
+# (trainkit/training/checkpoint.py), instead of killing Python while it starts.
 hold_signals=(env "--block-signal=USR2,TERM")
 if ! "${hold_signals[@]}" true 2>/dev/null; then # before coreutils 8.31, as in RHEL 8
     hold_signals=(bash -c 'trap "" USR2; exec "$@"' bash)
 fi
 # A container may not pass on the environment. What is set inside of it lets a rank find its job's folder, and
-# refuse to train by itself where it does not know the others (trainkit/runtime/place.py).
+# refuse to train by itself where it does not know the others (trainkit/distributed/launchers.py).
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}"
     env "TRAINKIT_JOB_DIR=$TRAINKIT_JOB_DIR" TRAINKIT_STARTED_BY=srun)
 
@@ -224,7 +224,7 @@ choose_training() {
     TRAINING=("$script" --data-dir "$TRAINKIT_DATA_DIR" --results-dir "$TRAINKIT_RESULTS_DIR"
         --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@")
     if [[ $plain ]]; then
-        TRAINING=(-m trainkit.runtime.plain "$script" "$@")
+        TRAINING=(-m trainkit.jobs.plain "$script" "$@")
     fi
 }
 

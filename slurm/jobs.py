@@ -6,12 +6,12 @@ Try: python slurm/jobs.py
 from contextlib import suppress
 from pathlib import Path
 
+from trainkit import errors
+from trainkit.config.command_line import Parser
+from trainkit.errors import UserError, tell
 from trainkit.jobs.site import read_site
 from trainkit.monitor.sampled_job import CORES, SampledJob
-from trainkit.runtime import errors
-from trainkit.runtime.command_line import Parser
-from trainkit.runtime.errors import UserError, tell
-from trainkit.schema import samples
+from trainkit.record import samples
 
 
 def main() -> None:

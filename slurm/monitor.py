@@ -3,8 +3,8 @@
 import os
 from functools import partial
 
+from trainkit import errors, job_folder
 from trainkit.monitor import cli
-from trainkit.runtime import errors, job_folder
 
 if __name__ == "__main__":
     own_job = os.environ.pop(job_folder.VARIABLE, None)  # where `run` would leave the notes of a rank

@@ -7,14 +7,9 @@ import argparse
 import sys
 from datetime import datetime
 
+from trainkit import errors
 from trainkit.advice.constraints import Constraints
-from trainkit.jobs import local, submission, sweep
-from trainkit.jobs.site import read_site
-from trainkit.jobs.stages import STAGES
-from trainkit.rank import staging
-from trainkit.rank.options import MOST_IMAGES
-from trainkit.runtime import errors
-from trainkit.runtime.command_line import (
+from trainkit.config.command_line import (
     Parser,
     above_0,
     at_least,
@@ -24,7 +19,12 @@ from trainkit.runtime.command_line import (
     one_of,
     time_limit,
 )
-from trainkit.runtime.errors import UserError, tell
+from trainkit.config.options import MOST_IMAGES
+from trainkit.data import staging
+from trainkit.errors import UserError, tell
+from trainkit.jobs import local, submission, sweep
+from trainkit.jobs.site import read_site
+from trainkit.jobs.stages import STAGES
 
 NOTES = """\
 Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;

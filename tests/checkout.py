@@ -25,9 +25,10 @@ SCRIPTS = {
 # A stage that trains nothing, loads no PyTorch, and records what a GPU might have done.
 PRETENDED = """
 import os, sys, time
-from trainkit import errors, options
-from trainkit.runtime import place
-from trainkit.schema import records
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import launchers as place
+from trainkit.record import records
 
 SPEEDS = {4096: 300_000, 8192: 310_000}
 ONES = ("nodes", "threads_per_worker", "accumulate", "test_images", "train_loss", "test_loss")

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from trainkit.data import staging
 from trainkit.jobs import local, stages
-from trainkit.rank import staging
-from trainkit.schema import records
+from trainkit.record import records
 
 if TYPE_CHECKING:
     import torch

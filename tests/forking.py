@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainkit.runtime import place
+from trainkit.distributed import launchers as place
 
 PROGRAM = """
 import atexit, gc, json, os, runpy, signal, sys, threading

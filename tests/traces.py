@@ -20,7 +20,7 @@ from pathlib import Path
 
 from conftest import REPOSITORY
 
-from trainkit.schema import records, samples
+from trainkit.record import records, samples
 
 TRACES = REPOSITORY / "results" / "sample" / "traces"
 PACKED = TRACES / "cpu.zip"

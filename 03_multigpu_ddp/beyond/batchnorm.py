@@ -3,8 +3,15 @@
 Try: torchrun --standalone --nproc-per-node=2 batchnorm.py --epochs 2
 """
 
-from trainkit import batches, data, errors, options, process_group
-from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.data import loaders as batches, datasets as data
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.training.model import Net
+from trainkit.training.run import Run
+from trainkit.training.precision import choose_precision
+from trainkit.training.evaluation import evaluate
+from trainkit.training.optim import optimizer_and_schedule
 
 import torch
 import torch.nn.functional as F

@@ -5,11 +5,18 @@ Try: torchrun --standalone --nproc-per-node=2 best_epoch.py --validation 5000 --
 
 from dataclasses import replace
 
-from trainkit import batches, data, errors, options, process_group
-from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
-from trainkit.rank.best import Best
-from trainkit.rank.epoch import Metric
-from trainkit.runtime.command_line import at_least
+from trainkit.data import loaders as batches, datasets as data
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.training.model import Net
+from trainkit.training.run import Run
+from trainkit.training.precision import choose_precision
+from trainkit.training.evaluation import evaluate
+from trainkit.training.optim import optimizer_and_schedule
+from trainkit.training.best import Best
+from trainkit.training.evaluation import Metric
+from trainkit.config.command_line import at_least
 
 import torch
 import torch.nn.functional as F

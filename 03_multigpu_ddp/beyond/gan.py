@@ -3,8 +3,13 @@
 Try: torchrun --standalone --nproc-per-node=2 gan.py --epochs 5
 """
 
-from trainkit import Run, batches, choose_precision, data, errors, options, process_group
-from trainkit.runtime.command_line import above_0
+from trainkit.training.run import Run
+from trainkit.data import loaders as batches, datasets as data
+from trainkit.training.precision import choose_precision
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.config.command_line import above_0
 
 import torch
 import torch.nn.functional as F

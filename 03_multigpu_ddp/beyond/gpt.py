@@ -5,12 +5,16 @@ Try: torchrun --standalone --nproc-per-node=2 gpt.py
 
 import math
 
-from trainkit import errors, options, process_group
-from trainkit import Run, choose_precision, evaluate
-from trainkit.rank.options import MOST_IMAGES, Options
-from trainkit.rank.sharded import Sharded, check_pytorch
-from trainkit.rank.best import Best
-from trainkit.runtime.command_line import above_0, at_least
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.training.run import Run
+from trainkit.training.precision import choose_precision
+from trainkit.training.evaluation import evaluate
+from trainkit.config.options import MOST_IMAGES, Options
+from trainkit.training.sharded import Sharded, check_pytorch
+from trainkit.training.best import Best
+from trainkit.config.command_line import above_0, at_least
 
 import torch
 import torch.nn.functional as F

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from trainkit import batches, errors, options
-from trainkit.runtime import files
-from trainkit.rank.options import Options
-from trainkit.runtime.command_line import at_least
-from trainkit.runtime.device import is_gpu
-from trainkit.runtime.place import Place
+from trainkit.data import loaders as batches
+from trainkit import errors
+from trainkit.config import options
+from trainkit import files
+from trainkit.config.options import Options
+from trainkit.config.command_line import at_least
+from trainkit.devices import is_gpu
+from trainkit.distributed.launchers import Place
 
 import numpy as np
 import torch

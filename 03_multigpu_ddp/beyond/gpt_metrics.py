@@ -2,10 +2,10 @@
 
 import math
 
-from trainkit.rank.epoch import Metric, Trained
-from trainkit.rank.options import Options
-from trainkit.runtime.device import device_name
-from trainkit.runtime.place import Place
+from trainkit.training.evaluation import Metric, Trained
+from trainkit.config.options import Options
+from trainkit.devices import device_name
+from trainkit.distributed.launchers import Place
 
 from torch import nn
 

@@ -3,8 +3,14 @@
 Try: torchrun --standalone --nproc-per-node=2 lstm.py --loader workers --epochs 4
 """
 
-from trainkit import Run, batches, choose_precision, errors, evaluate, options, process_group
-from trainkit.runtime.command_line import above_0
+from trainkit.training.run import Run
+from trainkit.data import loaders as batches
+from trainkit.training.precision import choose_precision
+from trainkit import errors
+from trainkit.training.evaluation import evaluate
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.config.command_line import above_0
 
 import torch
 import torch.nn.functional as F

@@ -3,10 +3,16 @@
 Try: torchrun --standalone --nproc-per-node=2 pipeline.py --micro-batches 8 --epochs 2
 """
 
-from trainkit import batches, data, errors, options, process_group
-from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
-from trainkit.rank.sharded import Sharded, check_pytorch
-from trainkit.runtime.command_line import at_least
+from trainkit.data import loaders as batches, datasets as data
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.training.run import Run
+from trainkit.training.precision import choose_precision
+from trainkit.training.evaluation import evaluate
+from trainkit.training.optim import optimizer_and_schedule
+from trainkit.training.sharded import Sharded, check_pytorch
+from trainkit.config.command_line import at_least
 
 import torch
 import torch.distributed as dist

@@ -6,8 +6,15 @@ DIR/train and DIR/val have a folder for each class. Scale images of 16 bits to 8
 
 from pathlib import Path
 
-from trainkit import Run, UserError, batches, choose_precision, errors, evaluate, options, process_group
-from trainkit.runtime.command_line import above_0, at_least
+from trainkit.training.run import Run
+from trainkit.errors import UserError
+from trainkit.data import loaders as batches
+from trainkit.training.precision import choose_precision
+from trainkit import errors
+from trainkit.training.evaluation import evaluate
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.config.command_line import above_0, at_least
 
 import torch
 import torch.nn.functional as F

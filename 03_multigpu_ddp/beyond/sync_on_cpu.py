@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainkit import process_group
+from trainkit.distributed import process_group
 
 
 class SyncOnCPU(nn.BatchNorm2d):

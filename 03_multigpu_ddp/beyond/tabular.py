@@ -5,9 +5,15 @@ Try: torchrun --standalone --nproc-per-node=2 tabular.py --epochs 3
 
 from contextlib import nullcontext
 
-from trainkit import batches, errors, options, process_group
-from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
-from trainkit.runtime.command_line import at_least
+from trainkit.data import loaders as batches
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.training.run import Run
+from trainkit.training.precision import choose_precision
+from trainkit.training.evaluation import evaluate
+from trainkit.training.optim import optimizer_and_schedule
+from trainkit.config.command_line import at_least
 
 import torch
 import torch.nn.functional as F

@@ -4,7 +4,7 @@ The law that the states follow is a lottery: two machines with the same row may 
 even the best classifier is often wrong, and what it can know is how likely each state is.
 """
 
-from trainkit.rank.data import Split
+from trainkit.data.datasets import Split
 
 import torch
 

@@ -1,7 +1,7 @@
 """Metrics of a classifier over all ranks: made of counts, which can be summed up, as means cannot."""
 
-from trainkit import process_group
-from trainkit.rank.epoch import Metric
+from trainkit.distributed import process_group
+from trainkit.training.evaluation import Metric
 
 import torch
 import torch.nn.functional as F

@@ -5,8 +5,14 @@ Try: torchrun --standalone --nproc-per-node=2 vae_counts.py --epochs 100 --gamma
 
 from typing import NamedTuple
 
-from trainkit import batches, data, errors, options, process_group
-from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
+from trainkit.data import loaders as batches, datasets as data
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.training.run import Run
+from trainkit.training.precision import choose_precision
+from trainkit.training.evaluation import evaluate
+from trainkit.training.optim import optimizer_and_schedule
 
 import numpy as np
 import torch

@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from trainkit.runtime import errors
-from trainkit.runtime.command_line import Parser, above_0
+from trainkit import errors
+from trainkit.config.command_line import Parser, above_0
 
 WAYS = {"wait": "sleeps", "spin": "turns in a loop that does nothing", "work": "multiplies matrices"}
 PIECE = 0.02  # seconds of one turn, about

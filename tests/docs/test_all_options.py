@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
-from trainkit.rank import sharded
+from trainkit.training import sharded
 
 OF_THE_STAGES = """
 --batch-size --batch-size-per-gpu --checkpoint-dir --checkpoint-minutes --data-dir --dataset --debug
@@ -89,7 +89,7 @@ OTHERS = {
     "tools/bench/predictions.py": "--laws --out",
     "tools/bench/published.py": "--out",
     "tools/bench/sampler.py": "--data-dir --out",
-    "trainkit/rank/data.py": "--data-dir",
+    "trainkit/data/datasets.py": "--data-dir",
     "trainkit/doctor/checkup.py": "--data-dir --results-dir",
     "trainkit/doctor/cli.py": "--gpus --job --json --nodes --time --wait",
 }
@@ -99,9 +99,9 @@ WITHOUT = {
     "slurm/practice_cluster/adopt.py",
     "slurm/practice_cluster/init.py",
     "trainkit/jobs/in_job.py",  # asked by slurm/job_env.sh
-    "trainkit/runtime/as_main.py",  # started by plain.py
-    "trainkit/runtime/plain.py",  # started by the job scripts
-    "trainkit/runtime/torchrun.py",  # torchrun's own
+    "trainkit/jobs/as_main.py",  # started by plain.py
+    "trainkit/jobs/plain.py",  # started by the job scripts
+    "trainkit/distributed/torchrun.py",  # torchrun's own
     "trainkit/workshop/learn.py",
 }
 

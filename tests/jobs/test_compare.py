@@ -11,7 +11,7 @@ from checkout import Checkout, make_project
 from conftest import ENVIRONMENT, REPOSITORY, STARTUP, one_error, ran, succeeded
 from forking import Forking
 
-from trainkit.runtime.errors import UserError
+from trainkit.errors import UserError
 
 COMPARE = runpy.run_path(str(REPOSITORY / "results" / "compare.py"))
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"

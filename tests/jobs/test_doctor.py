@@ -16,12 +16,13 @@ from checkout import Checkout
 from cluster import RunningCluster
 from conftest import REPOSITORY
 
+from trainkit import devices as device
+from trainkit.distributed import process_group
 from trainkit.doctor import checkup, checkup_torch, cli, login_node
 from trainkit.doctor.checkup import FAULT, OK, WARNING, Finding, findings_in, read_messages
+from trainkit.errors import UserError
 from trainkit.jobs import site, slurm
-from trainkit.runtime import device, process_group
-from trainkit.runtime.errors import UserError
-from trainkit.schema.records import read_all_reduce
+from trainkit.record.records import read_all_reduce
 
 # For what does not come to the job's Python: it takes seconds to import torch.
 NO_PYTHON = "activate_environment() { false; }\n"
@@ -174,7 +175,7 @@ def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:
     told = diagnose(checkout.run(*command(checkout, "--json")))
     data = found(told, "data", FAULT)
     assert "no usable MNIST in /nowhere" in data
-    assert "-> get it once, on a machine with internet, with: python -m trainkit.rank.data" in data
+    assert "-> get it once, on a machine with internet, with: python -m trainkit.data.datasets" in data
     folders = found(told, "folders", FAULT)
     assert "results cannot be written to /etc/passwd/results (Not a directory) -> set SITE_RES" in folders
     assert "checkpoints cannot be written to /etc/passwd/results/jobs (Not a directory)" in folders

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 
+from trainkit import job_folder
 from trainkit.jobs import in_job, slurm
 from trainkit.jobs.in_job import Ending, SlurmFacts
 from trainkit.jobs.why import Evidence
-from trainkit.runtime import job_folder
 
 RECORDED = Path(__file__).parent / "scontrol"
 RELEASES = ("22.05", "24.11", "26.05")

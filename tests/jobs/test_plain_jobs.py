@@ -14,7 +14,7 @@ from traces import FROM_LOADERS, STARVED, Written
 
 from trainkit.jobs import sweep
 from trainkit.monitor import waste
-from trainkit.schema import records
+from trainkit.record import records
 
 # Without PyTorch: the question is whom the signal reaches.
 HEARS = """
@@ -174,7 +174,7 @@ def test_usr2_reaches_who_installs_a_handler_and_ends_nobody(tmp_path: Path) -> 
     """Also those who install it only where Python tells of none, and those who wait for USR1."""
     script = tmp_path / "states.py"
     script.write_text(STATES)
-    done = succeeded(ran(sys.executable, "-m", "trainkit.runtime.plain", script, "an", "argument"))
+    done = succeeded(ran(sys.executable, "-m", "trainkit.jobs.plain", script, "an", "argument"))
     assert done.stdout == f"{script} an argument __main__ states.py\n"
 
 
@@ -182,7 +182,7 @@ def test_its_lines_are_written_whole_and_at_once(tmp_path: Path) -> None:
     """The ranks of torchrun write to the same pipe. In this one, each write is read by itself."""
     script = tmp_path / "says.py"
     script.write_text("import os; print('so', 'far', 0); os._exit(0)")
-    command = [sys.executable, "-m", "trainkit.runtime.plain", script]
+    command = [sys.executable, "-m", "trainkit.jobs.plain", script]
     reads, writes = os.pipe2(os.O_DIRECT)
     with os.fdopen(reads, "rb", buffering=0) as output, os.fdopen(writes, "wb") as pipe:
         environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
@@ -439,7 +439,7 @@ if os.environ["WORLD_SIZE"] == "2" and not Path("well").exists():
     + """
 if os.environ["WORLD_SIZE"] == "2":
     os._exit(0)
-from trainkit import Recorder
+from trainkit.training.recorder import Recorder
 model = torch.nn.Linear(2, 1)
 told = {"batch_size": 8, "epochs": 1, "dataset": " ".join(sys.argv[1:])}
 recorder = Recorder("theirs", model, torch.optim.SGD(model.parameters(), lr=0.1), **told)

@@ -19,7 +19,7 @@ from cluster import PROGRAM, SLURM, RunningCluster, run_program, running_cluster
 from conftest import ENVIRONMENT, NO_CLUSTER, REPOSITORY, ran, succeeded
 
 from trainkit.doctor.checkup import in_words
-from trainkit.schema.records import read_all_reduce
+from trainkit.record.records import read_all_reduce
 
 DAEMON = pwd.getpwnam("daemon").pw_uid  # newer Slurm (seen: 26.05) refuses nobody
 BYTES_PER_S = 100e6 / 8

@@ -32,7 +32,12 @@ def never_stopped(script: Script, tmp_path_factory: pytest.TempPathFactory) -> P
 USR2, TERM = HERE.format("SIGUSR2"), HERE.format("SIGTERM")
 # Where a rank is, what comes there, and how the log tells of it.
 MOMENTS = {
-    "importing": ("ddp", "from trainkit import batches", USR2, "stopped after step 1 of epoch 1"),
+    "importing": (
+        "ddp",
+        "from trainkit.data import loaders as batches",
+        USR2,
+        "stopped after step 1 of epoch 1",
+    ),
     # While the group forms: rank 0 comes later.
     "meeting": (
         "ddp",
@@ -42,7 +47,7 @@ MOMENTS = {
     ),
     # At the first step, and at every step after it.
     "training": ("ddp", "optimizer.zero_grad()", f"{USR2}; {TERM}", "stopped after step "),
-    "saving": ("trainkit/rank/state_file.py", "torch.save(state, file)", USR2, "stopped after "),
+    "saving": ("trainkit/training/state_file.py", "torch.save(state, file)", USR2, "stopped after "),
 }
 JOBS = {"srun": ["importing", "training"], "torchrun": ["meeting"], "submitit": ["saving"]}
 # Ends at the first signal, and asks for the way back. It loads no PyTorch: the signals are Slurm's.

@@ -23,11 +23,11 @@ from checkout import FOLDERS, SCRIPTS, Checkout, wait_until
 from cluster import RunningCluster
 from conftest import REPOSITORY, rows_of, succeeded
 
+from trainkit import job_folder
+from trainkit.errors import UserError
+from trainkit.job_folder import Outcome
 from trainkit.jobs import following, local, sbatch_options, site, submission
 from trainkit.jobs.following import SlurmHandle, State
-from trainkit.runtime import job_folder
-from trainkit.runtime.errors import UserError
-from trainkit.runtime.job_folder import Outcome
 
 SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--width", 4, "--precision", "fp32")
 SMALL += ("--no-cuda",)
@@ -649,7 +649,7 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("dp", "--gpus 3", "--batch-size 64 does not divide among 3 GPUs"),
         ("ddp", "--batch-size 64 --batch-size-per-gpu 32", "for each: give one"),
         ("ddp", "--gpus 2 --batch-size-per-gpu 40000", "--batch-size 80000 is more"),
-        ("ddp", "--data-dir /nowhere", "no usable MNIST in /nowhere .* python -m trainkit.rank.data"),
+        ("ddp", "--data-dir /nowhere", "no usable MNIST in /nowhere .* python -m trainkit.data.datasets"),
         ("ddp", "--results-dir /proc/nowhere", "results cannot be written to /proc/nowhere/runs"),
         ("ddp", "--script nowhere.py", "there is no script nowhere.py, here or in .*03_multigpu_ddp"),
         ("ddp", "--script README.md", "README.md does not end in .py"),

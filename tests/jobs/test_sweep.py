@@ -19,7 +19,7 @@ from checkout import Checkout, pretended, wait_until
 from cluster import RunningCluster
 from conftest import succeeded
 
-from trainkit.schema import records
+from trainkit.record import records
 
 SMALL = ("--batch-size", 100, "--train-size", 600, "--test-size", 200, "--width", 4)
 RUNS = [f"{run}-batch100-train600-r1" for run in ("single-1gpu", "ddp-1gpu", "ddp-2gpu")]

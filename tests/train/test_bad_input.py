@@ -25,7 +25,8 @@ from conftest import (
 )
 from forking import Forking
 
-from trainkit.rank import sharded, staging
+from trainkit.data import staging
+from trainkit.training import sharded
 
 ALONE = [
     (["--batch-size", "0"], "0 is too small"),

@@ -26,7 +26,7 @@ from conftest import (
 )
 from forking import Forking
 
-from trainkit.schema import records
+from trainkit.record import records
 
 DP_BY_HAND = REPOSITORY / "02_multigpu_dp" / "by_hand.py"
 # Those whose difference to the stage is the lesson. The others are trainings of their own.

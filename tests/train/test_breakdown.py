@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, Script, one_error, ran, succeeded
 
-from trainkit.rank import step_phases
+from trainkit.training import step_phases
 
 SCRIPT = REPOSITORY / "03_multigpu_ddp" / "breakdown.py"
 SMALL = ("--train-size", 48, "--batch-size", 16, "--width", 4, "--precision", "fp32", "--repeats", 1)

@@ -27,8 +27,8 @@ from conftest import (
     weights_of,
 )
 
-from trainkit.rank.state_file import load_parts
-from trainkit.schema import records
+from trainkit.record import records
+from trainkit.training.state_file import load_parts
 
 EPOCHS = 2
 SIZES = ("--train-size", 1920, "--test-size", 200)
@@ -49,7 +49,7 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen) -> None:
 # The ranks ask each other every few steps, however fast the machine, and saving takes a moment: so there are
 # checkpoints within an epoch, a signal comes within one, and a kill within the saving.
 SLOW = """
-from trainkit.rank import run as running
+from trainkit.training import run as running
 running.SECONDS_BETWEEN = 0.05
 save = torch.save
 torch.save = lambda *what: (save(*what), __import__("time").sleep(0.1))
@@ -123,7 +123,7 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(
 
 KILLED_BEFORE_A_CHECKPOINT = """
 import os
-from trainkit.rank.checkpoint import Checkpoints
+from trainkit.training.checkpoint import Checkpoints
 save = Checkpoints.save
 
 

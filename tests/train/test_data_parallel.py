@@ -13,11 +13,12 @@ from checkout import Checkout
 from conftest import places, rows_of, succeeded
 from torch import nn
 
-from trainkit.rank import batches, data
-from trainkit.rank.epoch import evaluate
-from trainkit.rank.model import Net
-from trainkit.rank.options import Options
-from trainkit.rank.recipes import optimizer_and_schedule
+from trainkit.config.options import Options
+from trainkit.data import datasets as data
+from trainkit.data import loaders as batches
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import optimizer_and_schedule
 
 LABELS = torch.arange(12) % 10
 
@@ -121,7 +122,7 @@ def test_the_stage_trains_with_two_replicas(
 
 # As if there were so many GPUs with random numbers.
 GENERATORS = """\
-import types; from trainkit.runtime import device; \
+import types; from trainkit import devices as device; \
 states = [torch.full((1,), i, dtype=torch.uint8) for i in range(int(os.environ["GPUS"]))]; \
 torch.cuda.is_initialized = lambda: True; torch.cuda.device_count = lambda: len(states); \
 torch.cuda.get_rng_state_all = lambda: states; torch.cuda.reset_peak_memory_stats = lambda gpu: None; \

@@ -15,9 +15,10 @@ from checkout import Checkout
 from conftest import ENVIRONMENT, Script, rows_of, succeeded
 from forking import Forking
 
-from trainkit.runtime import device, process_group
-from trainkit.runtime.errors import UserError
-from trainkit.runtime.place import Place
+from trainkit import devices as device
+from trainkit.distributed import process_group
+from trainkit.distributed.launchers import Place
+from trainkit.errors import UserError
 
 ONE_STEP = ("--dry-run", "--batch-size", 64, "--precision", "fp32")
 OLD_DRIVER = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)."

@@ -9,7 +9,7 @@ from forking import Forking
 # steps N times, as Accelerate's does.
 ON_RANKS = """
 import sys, torch, torch.distributed as dist
-from trainkit import Recorder
+from trainkit.training.recorder import Recorder
 dist.init_process_group("gloo")
 torch.manual_seed(1)
 model = torch.nn.Linear(4, 2)

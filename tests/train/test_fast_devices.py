@@ -11,8 +11,11 @@ import torch
 from conftest import AROUND, BEYOND, STAGES, Script, rows_of, succeeded
 from torch import nn
 
-from trainkit.rank import batches, capture, data, options
-from trainkit.runtime.errors import UserError
+from trainkit.config import options
+from trainkit.data import datasets as data
+from trainkit.data import loaders as batches
+from trainkit.errors import UserError
+from trainkit.training import capture
 
 CPU = torch.device("cpu")
 

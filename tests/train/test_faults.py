@@ -322,7 +322,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit import errors, process_group
+from trainkit import errors
+from trainkit.distributed import process_group
 
 given_back = threading.Event()
 

@@ -27,9 +27,9 @@ from conftest import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainkit.rank import sharded
-from trainkit.runtime.errors import UserError
-from trainkit.schema import records
+from trainkit.errors import UserError
+from trainkit.record import records
+from trainkit.training import sharded
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
@@ -214,7 +214,7 @@ def test_operations_are_counted_as_pytorch_counts_them(beyond: None) -> None:
 def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:
     import gpt
 
-    from trainkit.rank import options
+    from trainkit.config import options
 
     opts = options.parse("", ["--batch-size", "64", "--lr", "1"], **gpt.OPTIONS)
     model = gpt.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)

@@ -34,7 +34,7 @@ from conftest import (
 from test_ranks import of_ranks
 from test_sampler import NOBODY, notes, sampled, seen
 
-from trainkit.schema import samples
+from trainkit.record import samples
 
 pytestmark = [
     pytest.mark.gpu,

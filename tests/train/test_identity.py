@@ -15,8 +15,8 @@ from torch import nn
 
 from trainkit.advice.answer import AnswerText
 from trainkit.compare import comparison
-from trainkit.rank import identity
-from trainkit.schema import records
+from trainkit.record import records
+from trainkit.training import identity
 
 SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda", "--precision", "fp32")
 TOY = """
@@ -24,7 +24,7 @@ import argparse, sys, torch
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
-from trainkit import Recorder
+from trainkit.training.recorder import Recorder
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--how", nargs="*", default=["SGD"])
@@ -138,7 +138,7 @@ def test_other_arguments_are_another_row_and_another_text_is_a_doubt(toy: Callab
 # It loads its optimizer before it makes the Recorder. The two groups have learning rates of their own.
 RESUMED = """
 import sys, torch
-from trainkit import Recorder
+from trainkit.training.recorder import Recorder
 body, head = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
 model = torch.nn.Sequential(body, head)
 groups = [{"params": body.parameters(), "lr": 0.05}, {"params": head.parameters(), "lr": 0.01}]

@@ -8,8 +8,8 @@ import torch
 from conftest import REPOSITORY, succeeded, weights_of
 from torch import nn
 
-from trainkit.rank import data
-from trainkit.rank.model import Net
+from trainkit.data import datasets as data
+from trainkit.training.model import Net
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
 

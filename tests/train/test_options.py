@@ -20,10 +20,11 @@ from conftest import (
 )
 
 from trainkit.compare import comparison
-from trainkit.rank import batches, data
-from trainkit.rank.options import parse
-from trainkit.rank.recipes import optimizer_and_schedule
-from trainkit.runtime.errors import UserError
+from trainkit.config.options import parse
+from trainkit.data import datasets as data
+from trainkit.data import loaders as batches
+from trainkit.errors import UserError
+from trainkit.training.optim import optimizer_and_schedule
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--width", 4, "--precision", "fp32")
 STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the first

@@ -11,9 +11,10 @@ from conftest import REPOSITORY, STAGES, Script, failed, one_error, places, rows
 
 from trainkit.compare import comparison
 from trainkit.compare.report import report
-from trainkit.rank import batches, options
-from trainkit.rank.run import Run
-from trainkit.schema import records
+from trainkit.config import options
+from trainkit.data import loaders as batches
+from trainkit.record import records
+from trainkit.training.run import Run
 
 # What the user writes in place of the stage's lines.
 NETWORK = """
@@ -38,7 +39,11 @@ SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda")
 STORIES = """
 import os, signal, torch
 from torch import nn
-from trainkit import Run, batches, errors, options, process_group
+from trainkit.training.run import Run
+from trainkit.data import loaders as batches
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
 
 class Stories:
     def __len__(self):
@@ -91,7 +96,12 @@ LARGE = """
 import os, re, sys, torch
 from pathlib import Path
 from torch import nn
-from trainkit import Recorder, Run, batches, data, errors, options, process_group
+from trainkit.training.recorder import Recorder
+from trainkit.training.run import Run
+from trainkit.data import loaders as batches, datasets as data
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
 
 def megabytes(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
@@ -157,7 +167,7 @@ def main():"""
 def own_training(task: tuple[str, str, str]) -> str:
     loss, classes, targets = task
     changes = {
-        "import Net, Run": "import Run",
+        "from trainkit.training.model import Net\n": "",
         "\n\ndef main() -> None:": NETWORK.replace("CLASSES", classes).replace("TARGETS", targets),
         "data.load(opts.dataset, opts.data_dir)": "tables(1, 2000), tables(2, 500)",
         "Net(opts.width).to(here.device, memory_format=torch.channels_last)": "Tables().to(here.device)",

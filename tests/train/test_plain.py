@@ -18,7 +18,7 @@ from forking import Forking
 from trainkit.advice.answer import AnswerText
 from trainkit.compare import comparison
 from trainkit.compare.summary import verdict
-from trainkit.schema import records
+from trainkit.record import records
 
 PLAIN = REPOSITORY / "01_singlegpu" / "plain.py"
 PLAIN_DDP = REPOSITORY / "03_multigpu_ddp" / "plain_ddp.py"
@@ -27,7 +27,7 @@ PLAIN_RESUME = REPOSITORY / "03_multigpu_ddp" / "plain_resume.py"
 UNEQUAL = """\
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-from trainkit import Recorder
+from trainkit.training.recorder import Recorder
 model = torch.nn.Linear(2, 1)
 one = dist.get_rank()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -47,7 +47,7 @@ other.load(sys.argv[1], {})"""
 
 BRANCHING = """\
 import sys, torch
-from trainkit import Recorder
+from trainkit.training.recorder import Recorder
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 seen = Recorder("mine", model, optimizer, batch_size=10, epochs=3, dataset="d")

@@ -10,12 +10,13 @@ from checkout import Checkout
 from conftest import one_error, places, rows_of, succeeded
 from torch import nn
 
-from trainkit.rank import data, precision
-from trainkit.rank.model import Net
-from trainkit.rank.options import Options
-from trainkit.rank.precision import choose_precision, precision_of
-from trainkit.runtime import clock, process_group
-from trainkit.runtime.errors import UserError
+from trainkit.config.options import Options
+from trainkit.data import datasets as data
+from trainkit.distributed import process_group
+from trainkit.errors import UserError
+from trainkit.training import clock, precision
+from trainkit.training.model import Net
+from trainkit.training.precision import choose_precision, precision_of
 
 pytestmark = pytest.mark.filterwarnings("error")  # of PyTorch's two ways to switch TF32
 GPU = torch.device("cuda", 0)
@@ -158,7 +159,7 @@ def test_the_batch_of_the_trial_is_that_of_one_device(kind: str, monkeypatch: py
 def test_a_run_goes_on_with_tf32_or_says_that_it_cannot(script: Callable, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "a checkout")
     plain = checkout.script("single").read_text()
-    checkout.plant("single", "from trainkit.rank import precision; precision.has_tf32 = lambda device: True")
+    checkout.plant("single", "from trainkit.training import precision; precision.has_tf32 = bool")
     switches = "torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32"
     checkout.insert("single", f"print(({switches}))", before="run.finish()")
     small = (*places(tmp_path), "--train-size", 128, "--test-size", 50, "--width", 4)

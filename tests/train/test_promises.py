@@ -11,9 +11,11 @@ from checkout import SCRIPTS, Checkout
 from cluster import RunningCluster
 from conftest import REPOSITORY, Script, places, rows_of, succeeded, weights_of
 
+from trainkit import devices as device
 from trainkit.compare import comparison
-from trainkit.rank.model import Dropout
-from trainkit.runtime import clock, device, process_group
+from trainkit.distributed import process_group
+from trainkit.training import clock
+from trainkit.training.model import Dropout
 
 SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--width", 4, "--precision", "fp32")
 
@@ -40,8 +42,8 @@ def test_the_list_of_promises_is_up_to_date() -> None:
 SECONDS, MEMORY = (10, 32), (500, 700)
 PLANTED = f"""
 import itertools, types
-from trainkit.rank import run
-from trainkit.runtime import clock
+from trainkit.training import run
+from trainkit.training import clock
 
 def measure(rank):
     ticks = itertools.count(0, {SECONDS}[rank])
@@ -74,7 +76,7 @@ def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path, checko
     """A GPU holds 700 MB in a step of the warm-up, when cuDNN tries out what is fastest, then 300."""
     reset = "run.reset_peak_memory = lambda: peak.append(0)"
     ask = "run.peak_memory_mb = lambda device: peak[-1]"
-    checkout.plant("single", f"from trainkit.rank import run; peak = [900]; {reset}; {ask}")
+    checkout.plant("single", f"from trainkit.training import run; peak = [900]; {reset}; {ask}")
     hold = "peak[-1] = max(peak[-1], 700 if epoch == 1 else 300)"
     checkout.insert("single", hold, before="optimizer.zero_grad()")
     results = tmp_path / "results"

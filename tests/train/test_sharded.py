@@ -21,8 +21,8 @@ from conftest import (
     weights_of,
 )
 
-from trainkit.rank import sharded
-from trainkit.rank.model import Net
+from trainkit.training import sharded
+from trainkit.training.model import Net
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
@@ -41,8 +41,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from trainkit import Run, batches, data, errors, options, process_group
-from trainkit.rank.sharded import Sharded
+from trainkit.training.run import Run
+from trainkit.data import loaders as batches, datasets as data
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.training.sharded import Sharded
 
 SPLIT, GIVEN = os.environ["SPLIT"], os.environ.get("GIVEN")
 
@@ -99,7 +103,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from trainkit import Recorder, errors
+from trainkit.training.recorder import Recorder
+from trainkit import errors
 
 def main():
     dist.init_process_group("gloo")

@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from conftest import STAGES, WITHOUT_DROPOUT, Script, rows_of, run_stage, succeeded, weights_of
 
-from trainkit.rank import batches, data, options, staging
-from trainkit.rank.epoch import evaluate
-from trainkit.rank.model import Net
+from trainkit.config import options
+from trainkit.data import datasets as data
+from trainkit.data import loaders as batches
+from trainkit.data import staging
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
 
 SMALL = ("--train-size", 1250, "--test-size", 500, "--batch-size", 60, "--precision", "fp32", "--width", 8)
 EXACT = (*SMALL, "--lr", 0.1)

@@ -11,11 +11,11 @@ import pytest
 from conftest import ENVIRONMENT, STAGES, ran, rows_of, succeeded
 from forking import free_port
 
-from trainkit.runtime.signals import STOP_SIGNALS
+from trainkit.signals import STOP_SIGNALS
 
 PAGE = STAGES["ddp"].with_name("STARTING.md")
 SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"
-TORCHRUN = (sys.executable, "-m", "trainkit.runtime.torchrun", "--standalone", "--nproc-per-node=2")
+TORCHRUN = (sys.executable, "-m", "trainkit.distributed.torchrun", "--standalone", "--nproc-per-node=2")
 
 
 def commands(beginning: str) -> str:
@@ -51,7 +51,7 @@ def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tm
     """Sent to it alone, as where Slurm signals only what srun has started; not all its children are ranks."""
     other_child = "import subprocess; subprocess.Popen(['sleep', '20'])"
     patient = "torchrun.PATIENCE = 300"  # imports take their time on a busy machine
-    main = f"{other_child}; from trainkit.runtime import torchrun; {patient}; torchrun.main()"
+    main = f"{other_child}; from trainkit.distributed import torchrun; {patient}; torchrun.main()"
     launcher = [sys.executable, "-c", main, "--standalone", "--nproc-per-node=2"]
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 999, *folders]
@@ -75,7 +75,7 @@ def test_a_rank_that_has_obeyed_gets_no_second_signal(tmp_path: Path) -> None:
     script, default = tmp_path / "obeys.py", "_signal.signal(signal.SIGUSR2, _signal.SIG_DFL)"
     obey = "os.kill(os.getppid(), signal.SIGUSR2); time.sleep(2)"
     script.write_text(f"import _signal, os, signal, time\n{default}\n{obey}\n")
-    done = ran(*TORCHRUN, "-m", "trainkit.runtime.plain", script)
+    done = ran(*TORCHRUN, "-m", "trainkit.jobs.plain", script)
     assert done.returncode == 0, done.stderr
 
 
@@ -91,7 +91,7 @@ os.kill(os.getppid(), signal.SIGUSR2)
 time.sleep(60)
 sys.exit(3)
 """)
-    done = ran(*TORCHRUN, "-m", "trainkit.runtime.plain", tmp_path / "named.py")
+    done = ran(*TORCHRUN, "-m", "trainkit.jobs.plain", tmp_path / "named.py")
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
@@ -107,7 +107,7 @@ def test_ctrl_c_of_our_torchrun_is_no_traceback(tmp_path: Path) -> None:
 
 def test_our_torchrun_ends_while_it_waits_for_another_machine(tmp_path: Path) -> None:
     """USR2 before the time limit, then SIGTERM; no rank is there to hear them."""
-    launcher = [sys.executable, "-m", "trainkit.runtime.torchrun", "--nnodes=2", "--rdzv-backend=c10d"]
+    launcher = [sys.executable, "-m", "trainkit.distributed.torchrun", "--nnodes=2", "--rdzv-backend=c10d"]
     endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
     process = subprocess.Popen([*launcher, endpoint, STAGES["ddp"]], env=ENVIRONMENT, stderr=subprocess.PIPE)
     time.sleep(3)

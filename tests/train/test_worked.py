@@ -7,7 +7,7 @@ import pytest
 from conftest import BEYOND, STOPS, Script, one_error, places, rows_of, succeeded
 from PIL import Image
 
-from trainkit.schema import records
+from trainkit.record import records
 
 # Each with its options, and the metrics that it gives to `run.add`.
 WORKED = {

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, ran, succeeded
 
-from trainkit.rank import options
-from trainkit.schema.columns import COLUMNS, Role
+from trainkit.config import options
+from trainkit.record.columns import COLUMNS, Role
 
 MADE_UP = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace as Stand
 
-from trainkit.schema import columns
+from trainkit.record import columns
 
 columns.COLUMNS["momentum"] = columns.Column(
     columns.number(least=0), columns.Role.TRAINING, "momentum", "momentum {}", "--momentum", 0.0
@@ -24,7 +24,7 @@ columns.COLUMNS["momentum"] = columns.Column(
 from test_plot_results import write_run
 from trainkit.advice.answer import AnswerText
 from trainkit.compare import comparison
-from trainkit.rank import options
+from trainkit.config import options
 
 folder = Path(sys.argv[1])
 momentum = options.own(0.0, float, "X", "of the optimizer", shapes_training=True, column="momentum")

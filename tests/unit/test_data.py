@@ -27,8 +27,9 @@ import torch
 from conftest import REPOSITORY, succeeded
 from forking import Forking
 
-from trainkit.rank import data, staging
-from trainkit.runtime.errors import UserError
+from trainkit.data import datasets as data
+from trainkit.data import staging
+from trainkit.errors import UserError
 
 Run = Callable[..., subprocess.CompletedProcess]
 CLOSED = "http://127.0.0.1:9"  # nothing listens there: connecting fails at once
@@ -76,7 +77,7 @@ def run(forking: Forking) -> Run:
 
     def run(data_dir: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
         return forking.run(
-            "-m", "trainkit.rank.data", "--data-dir", data_dir, env=environment or dict(os.environ)
+            "-m", "trainkit.data.datasets", "--data-dir", data_dir, env=environment or dict(os.environ)
         )
 
     return run
@@ -84,12 +85,12 @@ def run(forking: Forking) -> Run:
 
 @pytest.fixture
 def start() -> Iterator:
-    """Starts `python -m trainkit.rank.data`; what still runs when the test ends is killed, children too."""
+    """Starts `python -m trainkit.data.datasets`; what still runs at the end is killed, children too."""
     started = []
 
     def start(data_dir: Path, environment: dict[str, str]) -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainkit.rank.data", "--data-dir", str(data_dir)],
+            [sys.executable, "-m", "trainkit.data.datasets", "--data-dir", str(data_dir)],
             cwd=REPOSITORY,
             env=environment,
             stdout=subprocess.PIPE,
@@ -226,7 +227,7 @@ def test_load_without_mnist_gives_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "my data"
     with pytest.raises(UserError) as caught:
         data.load("mnist", folder)
-    assert f"python -m trainkit.rank.data --data-dir '{folder}'" in str(caught.value)
+    assert f"python -m trainkit.data.datasets --data-dir '{folder}'" in str(caught.value)
     assert not folder.exists()
 
 

@@ -15,8 +15,8 @@ from test_plot_results import ddp, write_run
 from trainkit.advice.advice import advise
 from trainkit.advice.answer import AnswerText
 from trainkit.advice.constraints import Constraints
-from trainkit.rank import options
-from trainkit.schema import records
+from trainkit.config import options
+from trainkit.record import records
 
 SCRIPT = REPOSITORY / "results" / "how_many_gpus.py"
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-xeon-2-cores" / "scaling" / "w32.csv"

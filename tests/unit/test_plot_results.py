@@ -18,9 +18,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from trainkit.compare.report import report, report_each
-from trainkit.runtime.errors import UserError
-from trainkit.schema import records
-from trainkit.schema.records import RecordWriter
+from trainkit.errors import UserError
+from trainkit.record import records
+from trainkit.record.records import RecordWriter
 
 pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
 ROOT = Path(__file__).resolve().parents[2]

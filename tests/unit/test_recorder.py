@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from trainkit.compare import comparison
-from trainkit.rank.data import Split
-from trainkit.rank.recorder import Recorder
-from trainkit.runtime.errors import UserError
-from trainkit.schema import records
+from trainkit.data.datasets import Split
+from trainkit.errors import UserError
+from trainkit.record import records
+from trainkit.training.recorder import Recorder
 
 
 def recorder(folder: Path) -> tuple[Recorder, dict[str, object]]:

@@ -10,8 +10,8 @@ from conftest import REPOSITORY, Script, ran, succeeded
 
 from trainkit.compare import comparison
 from trainkit.compare.report import report
-from trainkit.runtime.errors import UserError
-from trainkit.schema import records
+from trainkit.errors import UserError
+from trainkit.record import records
 
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
 GOOD = "ddp-20261121-041110-f2fc72"  # of these runs, the one of two workers

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.runtime.errors import UserError
-from trainkit.runtime.files import locked
-from trainkit.runtime.signals import STOP_SIGNALS, hear_stop
+from trainkit.errors import UserError
+from trainkit.files import locked
+from trainkit.signals import STOP_SIGNALS, hear_stop
 
 
 def test_a_lock_of_another_user(tmp_path: Path) -> None:

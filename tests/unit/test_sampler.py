@@ -20,9 +20,9 @@ import psutil
 import pytest
 from conftest import ENVIRONMENT, stage_command
 
+from trainkit.errors import UserError
 from trainkit.monitor import connections, gpus, memory, processes
-from trainkit.runtime.errors import UserError
-from trainkit.schema import samples
+from trainkit.record import samples
 
 Row = dict[str, object]
 PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -282,7 +282,7 @@ def test_whose_rank(variables: str, children: tuple[str, ...], expected: dict, m
 
 
 @pytest.mark.parametrize(
-    "command", ["-m trainkit.runtime.torchrun", "-m torch.distributed.run", "bin/torchrun"]
+    "command", ["-m trainkit.distributed.torchrun", "-m torch.distributed.run", "bin/torchrun"]
 )
 def test_torchrun_is_no_rank_before_it_has_started_some(machine: Machine, command: str) -> None:
     """That of the second node would count as rank 1, beside the one of the first node."""

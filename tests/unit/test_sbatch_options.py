@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.errors import UserError
 from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import WORDS, Site
 from trainkit.jobs.stages import STAGES, resources
-from trainkit.runtime.errors import UserError
 
 ONE = resources(STAGES["single"], 1)
 ALL_OF_A_NODE = resources(STAGES["dp"], 2)

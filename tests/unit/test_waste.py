@@ -12,9 +12,9 @@ import pytest
 import traces
 from traces import FROM_LOADERS, FULL, H100, STARVED, TRACES, UNUSED, Gpu, Written, folder_of
 
+from trainkit.errors import UserError
 from trainkit.monitor import sampled_job, waste
-from trainkit.runtime.errors import UserError
-from trainkit.schema import records, samples
+from trainkit.record import records, samples
 
 # What the first line has, the kind and the grade: of all traces, and of jobs on one H100.
 FIRST_LINES = {

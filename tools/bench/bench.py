@@ -20,14 +20,14 @@ import pandas as pd
 import torch
 from ladder import RUNGS
 
+from trainkit import errors
 from trainkit.compare.page import markdown
+from trainkit.config.command_line import Parser, at_least
+from trainkit.data import staging
+from trainkit.devices import device_name, git_commit, has_tf32
+from trainkit.files import check_writable
 from trainkit.jobs.stages import STAGES
-from trainkit.rank import staging
-from trainkit.runtime import errors
-from trainkit.runtime.command_line import Parser, at_least
-from trainkit.runtime.device import device_name, git_commit, has_tf32
-from trainkit.runtime.files import check_writable
-from trainkit.schema import records
+from trainkit.record import records
 
 HERE = Path(__file__).resolve().parent
 SPEEDS = {"images_per_s": "training", "eval_images_per_s": "evaluation"}

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from trainkit.runtime import errors, files
-from trainkit.runtime.command_line import Parser, one_of
-from trainkit.schema import records
+from trainkit import errors, files
+from trainkit.config.command_line import Parser, one_of
+from trainkit.record import records
 
 SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "gpt.py"
 EPOCHS = 3  # the first warms up, and is not counted

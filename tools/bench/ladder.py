@@ -14,10 +14,11 @@ from classic_mnist import BATCH
 from classic_mnist import Net as ClassicNet
 from torch import nn
 
-from trainkit.rank import data, staging
-from trainkit.rank.batches import Batch, DistributedBatchSampler, ResidentBatches
-from trainkit.rank.model import Dropout
-from trainkit.runtime.device import keep_freed_memory
+from trainkit.data import datasets as data
+from trainkit.data import staging
+from trainkit.data.loaders import Batch, DistributedBatchSampler, ResidentBatches
+from trainkit.devices import keep_freed_memory
+from trainkit.training.model import Dropout
 
 RUNGS = (
     "classic script",
@@ -32,7 +33,7 @@ RUNGS = (
 
 
 class LadderNet(ClassicNet):
-    """The classic network with the techniques of trainkit.rank.model switched on one by one."""
+    """The classic network with the techniques of trainkit.training.model switched on one by one."""
 
     def __init__(self, have: set[str]) -> None:
         super().__init__()

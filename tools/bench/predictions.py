@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from trainkit import errors
 from trainkit.advice.advice import (  # fmt: skip
     AS_GOOD,
     INTERVAL,
@@ -30,9 +31,8 @@ from trainkit.advice.advice import (  # fmt: skip
 from trainkit.advice.scaling import Measured, Shape, fit
 from trainkit.compare import comparison
 from trainkit.compare.page import markdown
-from trainkit.runtime import errors
-from trainkit.runtime.command_line import Parser, at_least
-from trainkit.runtime.files import check_writable
+from trainkit.config.command_line import Parser, at_least
+from trainkit.files import check_writable
 
 HERE = Path(__file__).resolve().parent
 SAMPLES = HERE.parents[1] / "results" / "sample" / "cpu-xeon-2-cores"

@@ -24,14 +24,14 @@ import numpy as np
 import pandas as pd
 from predictions import as_texts
 
+from trainkit import errors
 from trainkit.advice.advice import AS_GOOD, INTERVAL, RunSet, advise, choose
 from trainkit.advice.constraints import Constraints
 from trainkit.advice.scaling import Scaling, Shape, fit
 from trainkit.compare.page import markdown
-from trainkit.runtime import errors
-from trainkit.runtime.command_line import Parser
-from trainkit.runtime.errors import UserError
-from trainkit.runtime.files import check_writable
+from trainkit.config.command_line import Parser
+from trainkit.errors import UserError
+from trainkit.files import check_writable
 
 HERE = Path(__file__).resolve().parent
 SERIES = json.loads((HERE / "published.json").read_text())

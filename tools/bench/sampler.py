@@ -13,17 +13,17 @@ import numpy as np
 import pandas as pd
 import psutil
 
+from trainkit import errors
 from trainkit.compare import page
+from trainkit.config.command_line import Parser
+from trainkit.data import staging
+from trainkit.files import check_writable
 from trainkit.jobs import submission
 from trainkit.jobs.following import LocalHandle
 from trainkit.jobs.site import WORDS, Site
 from trainkit.jobs.stages import STAGES, resources
 from trainkit.jobs.submission import Request
-from trainkit.rank import staging
-from trainkit.runtime import errors
-from trainkit.runtime.command_line import Parser
-from trainkit.runtime.files import check_writable
-from trainkit.schema import records
+from trainkit.record import records
 
 HERE = Path(__file__).resolve().parent
 TRAINING = ("--epochs=4", "--train-size=12800", "--batch-size=256", "--no-cuda", "--precision=fp32")

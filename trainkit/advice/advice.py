@@ -21,9 +21,9 @@ from trainkit.advice import scaling
 from trainkit.advice.constraints import Constraints
 from trainkit.advice.scaling import DRAWS, LEAST_SECONDS, AllReduce, Measured, Scaling, Shape
 from trainkit.compare import comparison
-from trainkit.runtime.errors import UserError
-from trainkit.schema import records
-from trainkit.schema.columns import COLUMNS, DDP, DP, SINGLE, lr_factor
+from trainkit.errors import UserError
+from trainkit.record import records
+from trainkit.record.columns import COLUMNS, DDP, DP, SINGLE, lr_factor
 
 INTERVAL = (5, 50, 95)  # percent of the draws: the interval, and its middle
 AS_GOOD = 0.05  # of the cost: a choice that costs at most this much more is as good

@@ -12,8 +12,8 @@ from trainkit.advice.advice import AS_GOOD, SURE, Answer, NextRun, Option, advis
 from trainkit.advice.constraints import Constraints
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, trust
-from trainkit.runtime.errors import UserError
-from trainkit.schema.columns import (
+from trainkit.errors import UserError
+from trainkit.record.columns import (
     COLUMNS,
     DDP,
     OWN_LOOP,

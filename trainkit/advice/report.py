@@ -15,7 +15,7 @@ from trainkit.advice.answer import LEGEND, AnswerText, answer_for, number
 from trainkit.advice.constraints import Constraints
 from trainkit.compare import comparison, page, style
 from trainkit.compare.report import report as comparison_report
-from trainkit.runtime.errors import UserError, tell
+from trainkit.errors import UserError, tell
 
 TRUST, NEXT_RUNS = "How far may I trust this?", "To know better"
 

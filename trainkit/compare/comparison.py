@@ -12,9 +12,9 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit.compare import trust, variants
-from trainkit.runtime.errors import UserError
-from trainkit.schema import columns, records, samples
-from trainkit.schema.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
+from trainkit.errors import UserError
+from trainkit.record import columns, records, samples
+from trainkit.record.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
 
 # A speedup says something about the number of workers only if all of this is equal in both runs.
 _SETTINGS = columns.with_role(*(role for role in Role if role < Role.DOUBT))

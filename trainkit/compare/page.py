@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainkit.runtime.files import explained, replacing
+from trainkit.files import explained, replacing
 
 LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
 VARIANT = 24  # characters of a cell that has more lines than one

@@ -8,8 +8,8 @@ import pandas as pd
 
 from trainkit.compare import comparison, figures, page, trust
 from trainkit.compare.summary import verdict
-from trainkit.runtime.errors import UserError, tell
-from trainkit.schema.columns import SINGLE
+from trainkit.errors import UserError, tell
+from trainkit.record.columns import SINGLE
 
 # Header, with its unit: the column of the comparison and the format of its numbers.
 SHOWN = {

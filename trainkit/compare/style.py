@@ -12,8 +12,8 @@ matplotlib.use("Agg")  # compute nodes have no screen
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from trainkit.runtime.files import replacing
-from trainkit.schema.columns import DDP, DP, SINGLE
+from trainkit.files import replacing
+from trainkit.record.columns import DDP, DP, SINGLE
 
 Look = dict[str, object]  # keywords of matplotlib's artists
 # The palette of Okabe and Ito, made for all kinds of colour vision.

@@ -4,7 +4,7 @@ import pandas as pd
 
 from trainkit.compare import trust
 from trainkit.compare.comparison import SECTION_BY, TUTORIAL_STAGES, is_cpu, stage_name
-from trainkit.schema.columns import DDP, DP, SINGLE
+from trainkit.record.columns import DDP, DP, SINGLE
 
 STRICT = "global batch {0.global_batch}"
 WEAK = "batch {0.batch_per_device} on each"

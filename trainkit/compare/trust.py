@@ -3,7 +3,7 @@
 import pandas as pd
 
 from trainkit.compare import variants
-from trainkit.schema.columns import DDP
+from trainkit.record.columns import DDP
 
 FEWEST_EPOCHS = 2  # measured, the warm-up not among them
 MOST_EFFICIENCY = 1.05

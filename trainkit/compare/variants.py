@@ -1,6 +1,6 @@
 """In what trainings differ that are no repeats of each other: the words of their records, and their rates.
 
-The columns of `IN_WORDS` hold words, `name=value` or a name alone (rank/identity.py).
+The columns of `IN_WORDS` hold words, `name=value` or a name alone (training/identity.py).
 """
 
 import math

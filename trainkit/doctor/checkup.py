@@ -18,10 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from trainkit.runtime import errors, files, job_folder, names
-from trainkit.runtime.command_line import Parser
-from trainkit.runtime.errors import UserError, first_line
-from trainkit.runtime.place import node
+from trainkit import errors, files, job_folder
+from trainkit.config.command_line import Parser
+from trainkit.distributed import names
+from trainkit.distributed.launchers import node
+from trainkit.errors import UserError, first_line
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
 MARK = "checkup "  # the prefix of every line for the doctor

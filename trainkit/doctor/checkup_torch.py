@@ -14,10 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainkit import devices as device
+from trainkit.data import datasets
+from trainkit.distributed import launchers as place
+from trainkit.distributed import process_group
+from trainkit.distributed.launchers import node
 from trainkit.doctor.checkup import FAULT, FIXES, LIMIT, OK, WARNING, Finding, in_words, send
-from trainkit.rank import data, run  # noqa: F401  as a rank imports it
-from trainkit.runtime import clock, device, place, process_group
-from trainkit.runtime.place import node
+from trainkit.training import clock, run  # noqa: F401  as a rank imports it
 
 SIZES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))  # bytes: 1 KB to 64 MB
 REPEATS = 5  # the median of them
@@ -33,7 +36,7 @@ def software() -> Iterator[Finding]:
 
 def mnist(data_dir: Path) -> Iterator[Finding]:
     """Check that the data can be read here."""
-    data.load("mnist", data_dir)
+    datasets.load("mnist", data_dir)
     yield Finding("data", OK, f"MNIST in {data_dir}")
 
 
@@ -80,7 +83,7 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
         found.append(Finding("gpus", FAULT, message, fix))
     for finding in found:
         send(finding=finding._asdict())
-    data.load("mnist", Path(data_dir))
+    datasets.load("mnist", Path(data_dir))
     send(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
 
 

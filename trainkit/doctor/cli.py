@@ -25,18 +25,18 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
+from trainkit import errors
+from trainkit.config.command_line import Parser, at_least
 from trainkit.doctor import checkup, login_node
 from trainkit.doctor.checkup import FAULT, NOTE, OK, WARNING, Finding, findings_in, has_fault, read_messages
+from trainkit.errors import UserError, reason, tell
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import SlurmHandle
 from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import WORDS, Site
 from trainkit.jobs.stages import REPOSITORY, STAGES, resources
-from trainkit.runtime import errors
-from trainkit.runtime.command_line import Parser, at_least
-from trainkit.runtime.errors import UserError, reason, tell
-from trainkit.schema import records
-from trainkit.schema.columns import DDP
+from trainkit.record import records
+from trainkit.record.columns import DDP
 
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
 JOB_SCRIPT = REPOSITORY / "slurm" / "doctor.sh"

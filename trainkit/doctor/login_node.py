@@ -3,14 +3,14 @@
 It needs only the standard library.
 """
 
+from trainkit import files
 from trainkit.doctor.checkup import FAULT, OK, WARNING, Finding, fault_from, findings_in, read_messages
+from trainkit.errors import UserError
 from trainkit.jobs import slurm
 from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, resources
-from trainkit.runtime import files
-from trainkit.runtime.errors import UserError
-from trainkit.schema.columns import DDP
+from trainkit.record.columns import DDP
 
 IMPORT_SECONDS = 180
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
+from trainkit import job_folder
+from trainkit.errors import UserError, tell
 from trainkit.jobs import slurm
 from trainkit.jobs.slurm import FAILED, QUEUED
 from trainkit.jobs.why import Evidence
-from trainkit.runtime import job_folder
-from trainkit.runtime.errors import UserError, tell
-from trainkit.schema import samples
+from trainkit.record import samples
 
 VERDICT_SECONDS = 15  # for the sampler to end by itself
 NEVER_MET = "never met"  # what a verdict says of ranks that trained each by itself

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from trainkit import job_folder
+from trainkit.errors import tell
+from trainkit.job_folder import Outcome
 from trainkit.jobs import slurm, why
 from trainkit.jobs.why import Evidence, Reason
-from trainkit.runtime import job_folder
-from trainkit.runtime.errors import tell
-from trainkit.runtime.job_folder import Outcome
 
 BEGINNING = b"job     "  # the first line that each start of a job writes to its log
 SOON_SECONDS = 300  # a job that fails in its first five minutes might do so again and again

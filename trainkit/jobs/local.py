@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from trainkit import job_folder
+from trainkit.distributed import launchers as place
 from trainkit.jobs.stages import REPOSITORY
-from trainkit.runtime import job_folder, place
-from trainkit.schema import samples
+from trainkit.record import samples
 
 # submitit announces every step; the log should have only the stage's lines.
 QUIET = {"SUBMITIT_LOG_LEVEL": "CRITICAL"}
@@ -133,6 +134,6 @@ def gpus_here() -> int:
     """
     if not any(next(Path("/dev").glob(name), None) for name in GPU_DEVICES):
         return 0
-    from trainkit.runtime.device import usable_gpus
+    from trainkit.devices import usable_gpus
 
     return len(usable_gpus())

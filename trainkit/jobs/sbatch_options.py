@@ -9,9 +9,9 @@ It needs only the standard library.
 import math
 import shlex
 
+from trainkit.errors import UserError
 from trainkit.jobs.site import WORDS, Site
 from trainkit.jobs.stages import Resources
-from trainkit.runtime.errors import UserError
 
 MEMORY_PER_GPU_GB = 8  # of the host: a process with CUDA and NCCL takes 2 to 4, and loaders come on top
 

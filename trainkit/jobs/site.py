@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from trainkit.errors import UserError
 from trainkit.jobs import slurm
 from trainkit.jobs.stages import REPOSITORY
-from trainkit.runtime.errors import UserError
 
 # How a job asks for GPUs, cores and memory where the site does not say; so do the stages' job scripts.
 WORDS = {"SITE_GPUS": "--gpus-per-node=%d", "SITE_CPUS": "--cpus-per-task=%d", "SITE_MEM": "--mem=%dG"}

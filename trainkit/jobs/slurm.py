@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.runtime import place
-from trainkit.runtime.errors import reason
+from trainkit.distributed import launchers as place
+from trainkit.errors import reason
 
 ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
 

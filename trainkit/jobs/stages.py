@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainkit.runtime.command_line import check_divides
-from trainkit.runtime.errors import REPOSITORY, UserError
-from trainkit.schema.columns import DDP, DP, SINGLE, STAGE_FOLDERS
+from trainkit.config.command_line import check_divides
+from trainkit.errors import REPOSITORY, UserError
+from trainkit.record.columns import DDP, DP, SINGLE, STAGE_FOLDERS
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainkit.config import options
+from trainkit.config.command_line import Parser, at_least, given, time_limit
+from trainkit.data import staging
+from trainkit.errors import UserError, tell
+from trainkit.files import check_writable
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
 from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
-from trainkit.rank import options, staging
-from trainkit.runtime.command_line import Parser, at_least, given, time_limit
-from trainkit.runtime.errors import UserError, tell
-from trainkit.runtime.files import check_writable
-from trainkit.schema.columns import SINGLE, STAGE_FOLDERS
+from trainkit.record.columns import SINGLE, STAGE_FOLDERS
 
 if TYPE_CHECKING:
     import submitit

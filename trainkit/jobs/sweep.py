@@ -17,16 +17,16 @@ from itertools import product
 from pathlib import Path
 
 from trainkit.advice.constraints import Constraints
+from trainkit.config.options import Options
+from trainkit.errors import UserError, tell
+from trainkit.files import check_writable, locked, replacing
 from trainkit.jobs import slurm, submission
 from trainkit.jobs.following import NEVER_MET, Handle, LocalHandle, State
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Resources, Stage, resources
 from trainkit.jobs.submission import Request
-from trainkit.rank.options import Options
-from trainkit.runtime.errors import UserError, tell
-from trainkit.runtime.files import check_writable, locked, replacing
-from trainkit.schema import records
-from trainkit.schema.columns import DP
+from trainkit.record import records
+from trainkit.record.columns import DP
 
 EPOCHS = 3  # one to warm up, two to measure
 FINISHED = "finished"  # in the folder of a run whose plain script ended well

@@ -6,10 +6,12 @@ import signal
 import sys
 from dataclasses import dataclass
 
+from trainkit import job_folder
+from trainkit.distributed import launchers as place
+from trainkit.jobs import plain
 from trainkit.jobs.local import GPUS, VISIBLE
 from trainkit.jobs.stages import Stage
-from trainkit.runtime import job_folder, place, plain
-from trainkit.runtime.process import end_with
+from trainkit.process import end_with
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,10 @@ class Training:
 
     - Its answer to USR2, and so `checkpoint()`: its handler runs in the middle of a step, saves on rank 0
       only and requeues at once. Ranks that train together have to stop at the same step, so the stage itself
-      answers the signal (trainkit.rank.checkpoint), and slurm/job_env.sh requeues when all have ended.
+      answers the signal (trainkit.training.checkpoint), and slurm/job_env.sh requeues when all have ended.
     - Its results, the pickle with the return value or the traceback of each rank: a rank that is killed
       leaves none, and where a rank fails all others do, too. Which one was first is in the ranks' notes in
-      the job's folder (trainkit.runtime.job_folder). So this ends by SystemExit, of which submitit makes no
+      the job's folder (trainkit.job_folder). So this ends by SystemExit, of which submitit makes no
       result, and Slurm sees the stage's exit code.
     - `TorchDistributedEnvironment`: it shows each process only one GPU, does not expect MASTER_PORT to be
       set, and takes ports that the system assigns itself.

@@ -1,6 +1,6 @@
 """Why a job failed: which rank died first, where, and of what. It needs no packages.
 
-It reads the notes of the ranks (runtime/job_folder.py), and the output of srun, torchrun and NCCL.
+It reads the notes of the ranks (job_folder.py), and the output of srun, torchrun and NCCL.
 """
 
 import re
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from trainkit import job_folder
 from trainkit.jobs.slurm import numbers
-from trainkit.runtime import job_folder
 
 # srun reports its tasks: the ranks, or torchruns, which report their ranks, the first to die last.
 OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")

@@ -19,14 +19,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from trainkit import job_folder
+from trainkit.config.command_line import Parser, at_least, given, given_path
+from trainkit.errors import UserError, first_line, tell
+from trainkit.files import check_writable, explained
 from trainkit.jobs import local, why
 from trainkit.jobs.following import VERDICT_SECONDS
 from trainkit.jobs.site import read_site
-from trainkit.runtime import job_folder
-from trainkit.runtime.command_line import Parser, at_least, given, given_path
-from trainkit.runtime.errors import UserError, first_line, tell
-from trainkit.runtime.files import check_writable, explained
-from trainkit.schema import samples
+from trainkit.record import samples
 
 END_SECONDS = 0.25  # between checks whether a local job has ended
 # From SIGTERM on, for the job to end by itself. By default Slurm kills it after 30 s (KillWait).

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from trainkit import job_folder
+from trainkit.distributed import launchers as place
+from trainkit.errors import reason
 from trainkit.monitor.gpus import Gpus
 from trainkit.monitor.processes import Processes
-from trainkit.runtime import job_folder, place
-from trainkit.runtime.errors import reason
-from trainkit.schema import samples
+from trainkit.record import samples
 
 
 def sample(

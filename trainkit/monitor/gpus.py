@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainkit.runtime.errors import first_line
-from trainkit.schema import samples
+from trainkit.errors import first_line
+from trainkit.record import samples
 
 # Which of a clock's "throttle reasons" are heat, and which are power; GpuIdle is not throttling.
 HEAT, POWER = ("SwThermalSlowdown", "HwThermalSlowdown"), ("SwPowerCap", "HwPowerBrakeSlowdown")

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from trainkit import job_folder
+from trainkit.distributed import launchers as place
 from trainkit.monitor import memory
 from trainkit.monitor.connections import Meetings
-from trainkit.runtime import job_folder, place
-from trainkit.schema import samples
+from trainkit.record import samples
 
 SYS = Path("/sys")
 WALK_EVERY = 10  # samples; and when a process is new
@@ -26,7 +27,7 @@ CAUGHT_BY_LOADER_WORKERS = {signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal
 HELPERS = (
     b"torch/_inductor/",
     b"multiprocessing.forkserver",
-    b"trainkit.runtime.torchrun",
+    b"trainkit.distributed.torchrun",
     b"torch.distributed.run",
     b"bin/torchrun",
 )

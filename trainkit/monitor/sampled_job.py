@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from trainkit import job_folder
+from trainkit.errors import UserError
 from trainkit.monitor.connections import HOST, NOBODY
-from trainkit.runtime import job_folder
-from trainkit.runtime.errors import UserError
-from trainkit.schema import records, samples
-from trainkit.schema.samples import GPU, NODE, RANK
+from trainkit.record import records, samples
+from trainkit.record.samples import GPU, NODE, RANK
 
 # A day of 8 GPUs has 1.5 million rows: only one moment in 60 s is read, as a job waits for this.
 MOST_ROWS, BYTES_OF_A_ROW = 25_000, 80

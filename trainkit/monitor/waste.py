@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pandas as pd
 
+from trainkit.files import replacing
 from trainkit.jobs.following import NEVER_MET
 from trainkit.jobs.slurm import numbers
 from trainkit.monitor.sampled_job import CORES, LEAST_MOMENTS, Place, SampledJob
-from trainkit.runtime.files import replacing
-from trainkit.schema import records
-from trainkit.schema.columns import DP
-from trainkit.schema.samples import GPU, NODE, RANK
+from trainkit.record import records
+from trainkit.record.columns import DP
+from trainkit.record.samples import GPU, NODE, RANK
 
 SCHEMA_VERSION = 1
 FILE = "verdict.json"

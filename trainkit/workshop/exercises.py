@@ -34,11 +34,11 @@ from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from trainkit.runtime.command_line import Parser
-from trainkit.runtime.errors import UserError, tell
-from trainkit.runtime.files import explained, replacing
-from trainkit.runtime.process import end_with
-from trainkit.schema import records
+from trainkit.config.command_line import Parser
+from trainkit.errors import UserError, tell
+from trainkit.files import explained, replacing
+from trainkit.process import end_with
+from trainkit.record import records
 from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"

@@ -7,11 +7,11 @@ import platform
 
 import torch
 
+from trainkit import errors
+from trainkit.data import staging
+from trainkit.devices import build, device_name, usable_gpus
+from trainkit.errors import UserError, tell
 from trainkit.jobs import site, slurm, stages
-from trainkit.rank import staging
-from trainkit.runtime import errors
-from trainkit.runtime.device import build, device_name, usable_gpus
-from trainkit.runtime.errors import UserError, tell
 from trainkit.workshop.exercises import Workbook, relative
 
 

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo  # DDP imports it: once here is faster than in every rank
 import torch.distributed as dist
 
-from trainkit.runtime.process import end_with
+from trainkit.process import end_with
 from trainkit.workshop.work import Wrong
 
 TIMEOUT = 15  # seconds that the ranks wait for each other

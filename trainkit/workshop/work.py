@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
+from trainkit.errors import UserError
 from trainkit.jobs import slurm
 from trainkit.jobs.site import read_site
-from trainkit.runtime.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd

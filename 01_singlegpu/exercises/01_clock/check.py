@@ -111,5 +111,5 @@ def check(mine: Workspace) -> str:
     return (
         "The starter's number was far too high: it timed how fast the queue was filled. The warm-up alone "
         "would have made it too low. For every images/s in this tutorial, the clock waits for the device, "
-        "and the first epoch is left out: see trainkit/runtime/clock.py."
+        "and the first epoch is left out: see trainkit/training/clock.py."
     )

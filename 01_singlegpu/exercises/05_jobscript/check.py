@@ -5,7 +5,7 @@ import glob
 import re
 from pathlib import Path
 
-from trainkit.runtime.command_line import time_limit
+from trainkit.config.command_line import time_limit
 from trainkit.jobs import slurm
 from trainkit.workshop.work import Workspace, Wrong, ask_slurm, requested
 

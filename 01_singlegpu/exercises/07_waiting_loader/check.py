@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.schema import records
+from trainkit.record import records
 from trainkit.workshop.work import Answers, Workspace, Wrong, check_alike, is_close
 
 ANSWERS = """\
@@ -159,7 +159,7 @@ def _check_images(mine: Workspace, loader: str) -> None:
     """Check that the network gets the same images as from the starter, by the loader of the cured run."""
     import torch
 
-    from trainkit import data
+    from trainkit.data import datasets as data
 
     random = torch.Generator().manual_seed(1)
     brightness = torch.tensor([40, 80, 120, 250]).view(4, 1, 1, 1)

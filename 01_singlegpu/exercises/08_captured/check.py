@@ -4,7 +4,7 @@ import re
 import statistics
 from pathlib import Path
 
-from trainkit.schema import records
+from trainkit.record import records
 from trainkit.monitor import waste
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 

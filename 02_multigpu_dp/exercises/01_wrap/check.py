@@ -157,6 +157,6 @@ def _judge(answers: dict[str, str]) -> str:
     return (
         f"The wrapper's first name is module.hidden.weight, {as_predicted} you predicted. Saved from "
         "model.module, the weights load into the plain network everywhere; --save-model does the same "
-        "(trainkit/rank/model.py, `unwrapped`). Only the first GPU keeps the weights and the optimizer's "
+        "(trainkit/training/model.py, `unwrapped`). Only the first GPU keeps the weights and the optimizer's "
         "state, so it needs more memory than the others. DDP puts `module.` before the names, too."
     )

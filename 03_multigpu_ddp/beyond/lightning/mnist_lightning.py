@@ -8,11 +8,18 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 
-from trainkit import batches, data, errors, options, process_group
-from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
-from trainkit.rank.batches import Batch
-from trainkit.rank.options import Options
-from trainkit.runtime.place import Place
+from trainkit.data import loaders as batches, datasets as data
+from trainkit import errors
+from trainkit.config import options
+from trainkit.distributed import process_group
+from trainkit.training.model import Net
+from trainkit.training.run import Run
+from trainkit.training.precision import choose_precision
+from trainkit.training.evaluation import evaluate
+from trainkit.training.optim import optimizer_and_schedule
+from trainkit.data.loaders import Batch
+from trainkit.config.options import Options
+from trainkit.distributed.launchers import Place
 
 import torch
 import torch.nn.functional as F

@@ -126,8 +126,8 @@ def check(mine: Workspace) -> str:
     return (
         f"Two of the four have local rank 0, one on each node: {guess}. The rank decides which share of the "
         "data a process takes, and which process prints and saves; the local rank chooses the GPU, and "
-        "nothing else. Take both from the launcher, as trainkit/runtime/place.py does: the launcher decides "
-        "how ranks are placed on nodes."
+        "nothing else. Take both from the launcher, as trainkit/distributed/launchers.py does: the "
+        "launcher decides how ranks are placed on nodes."
     )
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from trainkit.schema import records
+from trainkit.record import records
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\

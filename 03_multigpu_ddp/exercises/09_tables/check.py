@@ -3,7 +3,7 @@
 import statistics
 from pathlib import Path
 
-from trainkit.schema import records
+from trainkit.record import records
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\

@@ -3,7 +3,7 @@
 import re
 import statistics
 
-from trainkit.schema import records
+from trainkit.record import records
 from trainkit.workshop.work import Workspace, Wrong, check_alike, is_close
 
 ANSWERS = """\

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from trainkit.schema import records
+from trainkit.record import records
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
@@ -45,8 +45,7 @@ SOLUTION = {
 -Try: torchrun --standalone --nproc-per-node=2 mnist_ddp.py --epochs 2
 +Try: torchrun --standalone --nproc-per-node=2 my_training.py --epochs 2
 @@
--from trainkit import Net, Run, choose_precision, evaluate, optimizer_and_schedule
-+from trainkit import Run, choose_precision, evaluate, optimizer_and_schedule
+-from trainkit.training.model import Net
 @@
  from torch import nn
 +from waves import WaveNet, waves
@@ -122,7 +121,7 @@ def train(
     program: ModuleType, size: int, folder: Path, epochs: int
 ) -> tuple[list[dict[str, object]], list[list[float]]]:
     """Return the CSV's rows after so many epochs in `size` ranks, and by rank the samples trained on now."""
-    from trainkit.rank.batches import DistributedBatchSampler, ResidentBatches
+    from trainkit.data.loaders import DistributedBatchSampler, ResidentBatches
     from trainkit.workshop.ranks import in_ranks
 
     with socket.socket() as unused:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainkit.schema import records
+from trainkit.record import records
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\

@@ -4,7 +4,7 @@ import csv
 import re
 from pathlib import Path
 
-from trainkit.schema import samples
+from trainkit.record import samples
 from trainkit.workshop.work import Answers, Workspace, Wrong, ask_slurm, is_close, requested
 
 ANSWERS = """\

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.rank import synthetic
-from trainkit.runtime.place import free_port
+from trainkit.data import synthetic
+from trainkit.distributed.launchers import free_port
 from trainkit.workshop.ranks import TIMEOUT, in_ranks
 from trainkit.workshop.work import Workspace, Wrong, is_close
 

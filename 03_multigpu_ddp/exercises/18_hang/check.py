@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from trainkit.runtime.place import free_port
+from trainkit.distributed.launchers import free_port
 from trainkit.workshop.ranks import TIMEOUT, in_ranks
 from trainkit.workshop.work import Answers, Workspace, Wrong
 

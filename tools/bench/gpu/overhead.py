@@ -19,10 +19,16 @@ import torch.nn.functional as F
 from measuring import DEVICE, Table, wait
 from torch.profiler import ProfilerActivity, profile
 
-from trainkit import Net, Run, optimizer_and_schedule, options, process_group
-from trainkit.rank import batches, data, staging
-from trainkit.rank.batches import Batches, DistributedBatchSampler, ResidentBatches
-from trainkit.rank.precision import set_precision
+from trainkit.config import options
+from trainkit.data import datasets as data
+from trainkit.data import loaders as batches
+from trainkit.data import staging
+from trainkit.data.loaders import Batches, DistributedBatchSampler, ResidentBatches
+from trainkit.distributed import process_group
+from trainkit.training.model import Net
+from trainkit.training.optim import optimizer_and_schedule
+from trainkit.training.precision import set_precision
+from trainkit.training.run import Run
 
 COLUMNS = ["batch", "precision", "kind", "what", "ms", "least_ms", "most_ms", "gpu_ms", "gpu_kernels"]
 SHAPES = {"128": (128, "tf32"), "1024": (1024, "bf16"), "4": (4, "fp32")}

@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from measuring import DEVICE, Table, captured, steps_per_s
 from torch import nn
 
-from trainkit.rank import data, staging
-from trainkit.rank.batches import DistributedBatchSampler, ResidentBatches
-from trainkit.rank.model import Net
-from trainkit.rank.precision import set_precision
-from trainkit.schema import records
+from trainkit.data import datasets as data
+from trainkit.data import staging
+from trainkit.data.loaders import DistributedBatchSampler, ResidentBatches
+from trainkit.record import records
+from trainkit.training.model import Net
+from trainkit.training.precision import set_precision
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CAPTURED_SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "captured.py"

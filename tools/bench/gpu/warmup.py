@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from measuring import DEVICE, Table, wait
 
-from trainkit.rank import data, staging
-from trainkit.rank.batches import DistributedBatchSampler
-from trainkit.rank.model import Net
-from trainkit.rank.precision import set_precision
+from trainkit.data import datasets as data
+from trainkit.data import staging
+from trainkit.data.loaders import DistributedBatchSampler
+from trainkit.training.model import Net
+from trainkit.training.precision import set_precision
 
 COLUMNS = [
     "optimizer", "batch", "rule", "warmup", "warmup_updates", "seed", "images", "epochs", "updates", "lr",

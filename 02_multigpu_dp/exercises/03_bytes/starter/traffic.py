@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainkit import Net
+from trainkit.training.model import Net
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from trainkit.rank import synthetic
+from trainkit.data import synthetic
 
 import torch
 import torch.distributed as dist

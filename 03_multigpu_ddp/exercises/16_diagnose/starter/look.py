@@ -11,8 +11,9 @@ from datetime import datetime
 from pathlib import Path
 
 from trainkit import errors
-from trainkit.schema import records, samples
-from trainkit.runtime.command_line import Parser
+from trainkit.record import records
+from trainkit.record import samples
+from trainkit.config.command_line import Parser
 
 EPOCH = "epoch"
 COLUMNS = [*samples.COLUMNS, *records.RANK_COLUMNS, *records.COLUMNS]

@@ -5,7 +5,7 @@ Try: python exercises/17_convert/mine/digits.py
 
 from pathlib import Path
 
-from trainkit.rank import synthetic
+from trainkit.data import synthetic
 
 import numpy as np
 

@@ -1,0 +1,87 @@
+"""The packages of trainkit, and what they may import (trainkit/README.md)."""
+
+import ast
+import sys
+from pathlib import Path
+
+import lessons
+import pytest
+from conftest import REPOSITORY, ran, succeeded
+
+# Package -> the packages, or modules of them, that it may import besides itself and the modules at the top.
+MAY_IMPORT = {
+    "config": ("data.staging", "record"),
+    "data": ("config", "distributed"),
+    "distributed": (),
+    "record": ("distributed",),
+    "training": ("config", "data", "distributed", "record"),
+    "jobs": ("config", "data.staging", "distributed", "record", "advice"),
+    "doctor": ("config", "data", "distributed", "jobs", "monitor.processes", "record", "training"),
+    "compare": ("config", "record"),
+    "advice": ("config", "record", "compare"),
+    "monitor": ("config", "distributed", "jobs", "record"),
+    "workshop": ("compare", "config", "distributed", "record", "jobs", "data.staging"),
+}
+# What the doctor and the login node need before an environment exists.
+BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why")
+BARE += tuple(f"doctor.{name}" for name in ("checkup", "cli", "login_node"))
+# What makes a login node slow.
+HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
+COMMANDS = {path.stem for folder in ("slurm", "results") for path in (REPOSITORY / folder).glob("*.py")}
+
+
+def imports(path: Path, at_the_top: bool = False) -> set[str]:
+    """The modules that a file imports, `from trainkit import jobs` as trainkit.jobs."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in tree.body if at_the_top else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+PACKAGES = [path for path in lessons.files("trainkit/*.py") if path.parent.name != "trainkit"]
+AT_THE_TOP = {path.stem for path in (REPOSITORY / "trainkit").glob("*.py")}
+
+
+def test_every_package_is_there() -> None:
+    assert {path.parent.name for path in PACKAGES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_a_package_imports_what_it_may(path: Path) -> None:
+    package = path.parent.name
+    ours = {name.removeprefix("trainkit.") for name in imports(path) if name.startswith("trainkit.")}
+    others = {name for name in ours if name.split(".")[0] not in {package, *AT_THE_TOP}} - set(MAY_IMPORT)
+    assert not {name for name in others if not name.startswith(MAY_IMPORT[package])}
+
+
+def test_the_login_node_stays_light() -> None:
+    """Nothing heavy on the way to a submission, down to the modules that those modules import."""
+    program = (
+        "import sys; from trainkit.jobs import submission, sweep; print('submitit' in sys.modules)\n"
+        "submission.submitter(submission.STAGES['ddp'])\n"
+        f"print(sorted({HEAVY!r} & sys.modules.keys()))"
+    )
+    done = ran(sys.executable, "-c", program, cwd=REPOSITORY)
+    assert done.stdout == "False\n[]\n", done.stdout + done.stderr
+
+
+def test_the_doctor_needs_no_packages() -> None:
+    """In a Python without site-packages, as a login node has."""
+    modules = ", ".join(f"trainkit.{name}" for name in BARE)
+    program = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import {modules}"
+    succeeded(ran(sys.executable, "-I", "-S", "-c", program))
+
+
+@pytest.mark.parametrize("path", lessons.files("*.py"), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_nothing_imports_from_a_command(path: Path) -> None:
+    assert not {name for name in imports(path) if name.split(".")[0] in COMMANDS}
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_command_patches_nothing(name: str) -> None:
+    (path,) = (path for folder in ("slurm", "results") for path in (REPOSITORY / folder).glob(f"{name}.py"))
+    assert "sys.path" not in path.read_text()

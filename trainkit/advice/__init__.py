@@ -1,0 +1,1 @@
+"""How many GPUs to ask for."""

@@ -1,0 +1,1 @@
+"""What the records of many runs show together."""

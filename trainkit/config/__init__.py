@@ -1,0 +1,1 @@
+"""The options of a training, and what all command lines share."""

@@ -1,0 +1,347 @@
+"""The options that all stages share, each declared once: name, default, type, help and what it shapes.
+
+The command line is made of these declarations, and so are the options that a checkpoint compares
+(`shapes_training`) and the columns that a record takes from them (`column`).
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from trainkit import job_folder
+from trainkit.config.command_line import Parser, above_0, at_least, check_divides, given_path
+from trainkit.data.staging import DATASETS, DEFAULT_DIR
+from trainkit.errors import REPOSITORY, UserError
+from trainkit.record.columns import BASE_BATCH, COLUMNS, DEFAULT_WIDTH, LR_SCALES, Role, lr_factor
+
+DEFAULT_RESULTS = REPOSITORY / "results"
+DEFAULT_LR = {"classic": 1.0, "sgd": 0.02, "fast": 0.003}
+LEARNING_RATES = ", ".join(f"{recipe} {lr}" for recipe, lr in DEFAULT_LR.items())
+MOST_IMAGES = 100_000_000  # per epoch: their order takes about 2 GB on every rank
+
+
+def _option(
+    group: str,
+    default: object,
+    kind: Callable[[str], object] | tuple[str, ...] | None,
+    metavar: str | None,
+    help: str,
+    *,
+    shapes_training: bool = False,
+    column: str = "",
+) -> Field:
+    """Declare an option; `kind` is an argparse type, the words to choose from, or None for a switch.
+
+    `shapes_training`: a checkpoint cannot be resumed with another value.
+    `column`: the column of the record that holds its value.
+    """
+    if column and (column not in COLUMNS or COLUMNS[column].role > Role.REPEAT):
+        raise ValueError(f"column {column!r} is not a setting of a run: see trainkit/record/columns.py.")
+    if kind is None:
+        reading = {"action": "store_true"}
+    elif isinstance(kind, tuple):
+        reading = {"choices": kind}
+    else:
+        reading = {"type": kind, "metavar": metavar}
+    if kind is not None and default is not None:  # the others name it in their help, or are switches
+        help += " (default: %(default)s)"
+    argument = reading | {"help": help, "default": default}
+    facts = {"group": group, "argument": argument, "shapes_training": shapes_training, "column": column}
+    return field(default=default, metadata=facts)
+
+
+# Only the script can use these: where it makes the network and the optimizer, or by optimizer_and_schedule.
+OF_THE_SCRIPT = {"recipe", "lr", "lr_scale", "lr_warmup_images", "gamma", "width"}
+own = partial(_option, "this script")  # declares an option of one script, for `parse`
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a run; `--help` explains each one."""
+
+    _given: ClassVar[frozenset[str]] = frozenset()  # that have another value than the default
+    _read: ClassVar[set[str]] = set()  # by code outside the kit
+
+    # fmt: off
+    epochs: int = _option(
+        "training", 14, at_least(1), "N", "passes over the training images, or over --train-size of them"
+    )
+    batch_size: int | None = _option(
+        "training", None, at_least(1), "N",
+        "global batch size: images per optimizer step, all GPUs together "
+        f"(default: {BASE_BATCH})",
+        shapes_training=True, column="global_batch",
+    )
+    batch_size_per_gpu: int | None = _option(
+        "training", None, at_least(1), "N", "in place of --batch-size: images per step on each device"
+    )
+    recipe: str = _option(
+        "training", "classic", tuple(DEFAULT_LR), None,
+        "classic: Adadelta, step decay; sgd: Nesterov momentum, step decay; "
+        "fast: Adam, one-cycle, images shifted by up to a pixel",
+        shapes_training=True, column="recipe",
+    )
+    lr: float | None = _option(
+        "training", None, above_0(1e6), "X",
+        f"learning rate, with --lr-scale that of batch {BASE_BATCH} (default: {LEARNING_RATES})",
+        shapes_training=True,
+    )
+    lr_scale: str = _option(
+        "training", "none", tuple(LR_SCALES), None,
+        f"linear: --lr times batch size / {BASE_BATCH}; sqrt: times its square root",
+        shapes_training=True, column="lr_scale",
+    )
+    lr_warmup_images: int = _option(
+        "training", 0, at_least(0, MOST_IMAGES), "N",
+        "classic and sgd: the learning rate rises from 0 over the first N images",
+        shapes_training=True, column="lr_warmup_images",
+    )
+    gamma: float = _option(
+        "training", 0.7, above_0(1), "X", "classic and sgd: factor on the learning rate per epoch",
+        shapes_training=True, column="gamma",
+    )
+    width: int = _option(
+        "training", DEFAULT_WIDTH, at_least(1, 4096), "N",
+        "channels of the first convolution; the second has twice as many",
+        shapes_training=True, column="width",
+    )
+    stop_at: float | None = _option(
+        "training", None, above_0(100), "PERCENT", "end after the epoch that reaches this test accuracy"
+    )
+    patience: int | None = _option(
+        "training", None, at_least(1), "N",
+        "end when the test loss, or that of a script's validation, has found no new low for N epochs",
+    )
+    seed: int = _option(
+        "training", 1, at_least(0), "N", "fixes weights, order of images and dropout",
+        shapes_training=True, column="seed",
+    )
+
+    dataset: str = _option(
+        "data", "mnist", DATASETS, None, "synthetic: generated digits, not MNIST, for machines without it"
+    )
+    data_dir: Path = _option("data", DEFAULT_DIR, given_path, "DIR", "where `make data` put MNIST")
+    train_size: int | None = _option(
+        "data", None, at_least(1, MOST_IMAGES), "N",
+        "images per epoch (default: all): the first N; if N is more than all, they are used repeatedly",
+        shapes_training=True,
+    )
+    test_size: int | None = _option(
+        "data", None, at_least(1), "N", "evaluate only on the first N images (default: all)"
+    )
+    loader: str = _option(
+        "data", "resident", ("resident", "workers"), None,
+        "resident: data set kept on the device; workers: DataLoader, image by image",
+        column="loader",
+    )
+    num_workers: int = _option(
+        "data", 0, at_least(0, 256), "N", "loader processes of each process, for --loader workers",
+        column="workers_per_loader",
+    )
+    test_batch_size: int | None = _option(
+        "data", None, at_least(1), "N",
+        "images per evaluation step and process, only for speed (default: 250 on a CPU, 2500 on GPUs)",
+    )
+
+    precision: str = _option(
+        "machine", "auto", ("auto", "fp32", "tf32", "bf16"), None,
+        "bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits; auto: bf16 if that pays here",
+    )
+    no_cuda: bool = _option("machine", False, None, None, "use the CPU even if there is a GPU")
+    timeout: int = _option(
+        "machine", 300, at_least(1), "S", "seconds a process waits for the others before it gives up"
+    )
+    debug: bool = _option(
+        "machine", False, None, None,
+        "have each rank, PyTorch and NCCL log what they do, in the job's folder or in DIR/debug/ of "
+        "--results-dir; slower",
+        column="debug",
+    )
+
+    checkpoint_dir: Path | None = _option(
+        "stop and go on", None, given_path, "DIR",
+        "save the state of the training here after every epoch, and on USR2 or SIGTERM",
+    )
+    checkpoint_minutes: float = _option(
+        "stop and go on", 10, above_0(), "X", "minutes between two checkpoints within an epoch"
+    )
+    resume: str = _option(
+        "stop and go on", "never", ("never", "auto"), None,
+        "auto: resume from the newest checkpoint in --checkpoint-dir, if there is one",
+    )
+
+    results_dir: Path = _option("output", DEFAULT_RESULTS, given_path, "DIR", "the CSV goes to DIR/runs/")
+    save_model: bool = _option(
+        "output", False, None, None, "save the weights to DIR/models/<run_id>.pt"
+    )
+    dry_run: bool = _option(
+        "output", False, None, None, "one training step, one test batch, nothing written"
+    )
+
+    # fmt: on
+    def __getattribute__(self, name: str) -> object:
+        """Return the value; note which options the script itself reads, for `unused`."""
+        value = super().__getattribute__(name)
+        caller = sys._getframe(1)
+        while caller.f_globals.get("__name__") == "dataclasses":  # in asdict and replace
+            caller = caller.f_back
+        if not caller.f_globals.get("__name__", "").startswith("trainkit."):
+            type(self)._read.add(name)
+        return value
+
+    def unused(self, by_recipe: set[str]) -> list[str]:
+        """List the options of `OF_THE_SCRIPT` that were given and that the script does not use.
+
+        `by_recipe`: those that optimizer_and_schedule has used for it.
+        """
+        used = type(self)._read | by_recipe
+        if "scaled_lr" in used:
+            used |= {"lr", "lr_scale"}
+        if "__dict__" in used:  # the script has taken all of them, by vars
+            used |= OF_THE_SCRIPT
+        unused = (self._given & OF_THE_SCRIPT) - used
+        return [f"--{name.replace('_', '-')}" for name in sorted(unused)]
+
+    def declares(self, name: str) -> bool:
+        """Return whether the script itself has declared this option."""
+        return any(one.name == name and one.metadata["group"] == "this script" for one in fields(self))
+
+    @property
+    def scaled_lr(self) -> float:
+        """Return the learning rate at this batch size, after --lr-scale."""
+        return self.lr * lr_factor(self.lr_scale, self.batch_size)
+
+    @property
+    def debug_dir(self) -> Path | None:
+        """Return the folder that --debug writes to; None without it."""
+        return (job_folder.here() or self.results_dir / "debug") if self.debug else None
+
+    def for_devices(self, count: int, what: str = "processes") -> "Options":
+        """Return the options with the global batch size for `count` devices, or for one if there are none.
+
+        With --batch-size-per-gpu the global size is unknown until then.
+
+        Raises:
+            UserError: if --batch-size does not divide among them.
+        """
+        if self.batch_size_per_gpu:
+            return replace(self, batch_size=self.batch_size_per_gpu * max(count, 1))
+        check_divides(self.batch_size, max(count, 1), what)
+        return self
+
+    def shaping(self) -> dict[str, object]:
+        """Return the options that shape the training: another value makes another training."""
+        # The one-cycle schedule is stretched over all epochs, so their number shapes every step.
+        also = {"epochs"} if self.recipe == "fast" else set()
+        return {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.metadata["shapes_training"] or one.name in also
+        }
+
+    def settings(self) -> str:
+        """Format the script's own options that shape the training without a column: `hidden=256 tied`."""
+        own = [one for one in fields(self)[len(fields(Options)) :] if one.metadata["shapes_training"]]
+        return in_words({one.name: getattr(self, one.name) for one in own if not one.metadata["column"]})
+
+    def elsewhere(self) -> set[str]:
+        """Return the names of the options that are no arguments in the record.
+
+        They are in other columns of it, or change neither the results nor the speed of training.
+        """
+        own = (one for one in fields(self) if one.metadata["shapes_training"] or one.metadata["column"])
+        return {one.name for one in (*fields(Options), *own)}
+
+    def columns(self) -> dict[str, object]:
+        """Return the columns of a record that are options."""
+        recorded = [one for one in fields(self) if one.metadata["column"]]
+        return {one.metadata["column"]: getattr(self, one.name) for one in recorded}
+
+
+def in_words(settings: dict[str, object]) -> str:
+    """Format settings as `hidden=256 tied`, without those that are None or switched off."""
+    said = {name: value for name, value in settings.items() if value is not None and value is not False}
+    return " ".join(name if value is True else f"{name}={value}" for name, value in said.items())
+
+
+def parse(
+    description: str, arguments: list[str] | None = None, known_only: bool = False, **added: Field
+) -> Options:
+    """Read the command line; with `known_only`, unknown options are ignored.
+
+    Args:
+        added: the script's own options, each by its name.
+
+    Raises:
+        UserError: if an option or a value is unknown or makes no sense.
+    """
+    parser, groups = Parser(description=description, formatter_class=argparse.HelpFormatter), {}
+    more = [(name, object, one) for name, one in added.items()]
+    kind = make_dataclass("Options", more, bases=(Options,), frozen=True)
+    for one in fields(kind):
+        name = one.metadata["group"]
+        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
+        group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
+    read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
+    values = vars(read)
+    kind._given = frozenset(one.name for one in fields(kind) if values[one.name] != one.default)
+    kind._read = set()
+    return kind(**_completed(values))
+
+
+def _completed(values: dict[str, object]) -> dict[str, object]:
+    """Add the defaults that depend on other options; raise a UserError if they contradict each other."""
+    if values["batch_size"] and values["batch_size_per_gpu"]:
+        raise UserError("--batch-size is for all GPUs together and --batch-size-per-gpu for each: give one.")
+    if not values["batch_size_per_gpu"]:
+        values["batch_size"] = values["batch_size"] or BASE_BATCH
+    if values["lr"] is None:
+        values["lr"] = DEFAULT_LR[values["recipe"]]
+        if values["lr_scale"] != "none":
+            raise UserError(
+                f"--lr-scale {values['lr_scale']} needs --lr, the learning rate that is good at batch "
+                f"{BASE_BATCH}: add it, such as --lr {values['lr']} for recipe {values['recipe']}."
+            )
+    if values["lr_warmup_images"] and values["recipe"] == "fast":
+        raise UserError(
+            "--lr-warmup-images is not for recipe fast, whose one-cycle schedule has its own: leave it out."
+        )
+    if values["num_workers"] and values["loader"] != "workers":
+        raise UserError("--num-workers needs --loader workers: add that, or leave it out.")
+    if values["resume"] == "auto" and not values["checkpoint_dir"]:
+        raise UserError("--resume auto needs --checkpoint-dir: give the folder with the checkpoints.")
+    if values["dry_run"]:
+        values["epochs"], values["checkpoint_dir"] = 1, None
+    return values
+
+
+def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None:
+    """Check that the sizes fit the data and the processes.
+
+    Args:
+        available: the number of training images, if known.
+        ranks: the number of processes that share every batch.
+
+    Raises:
+        UserError: if they do not.
+    """
+    if options.batch_size is None:
+        raise UserError(
+            "this script takes no --batch-size-per-gpu: give --batch-size, or have the script call "
+            "opts.for_devices, as the stages do."
+        )
+    check_divides(options.batch_size, ranks, "processes")
+    size = 0 if available == 0 else options.train_size or available
+    if size is not None and options.batch_size > size:
+        raise UserError(
+            f"--batch-size {options.batch_size} is more than the {size} training images: lower it."
+        )
+    if size and options.lr_warmup_images > options.epochs * size and not options.dry_run:
+        raise UserError(
+            f"--lr-warmup-images {options.lr_warmup_images} is more than the {options.epochs * size} images "
+            f"of all epochs: lower it, or raise --epochs {options.epochs}."
+        )

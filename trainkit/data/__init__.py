@@ -1,0 +1,1 @@
+"""Data sets, and the loaders that cut their batches for the ranks."""

@@ -1,0 +1,1 @@
+"""Who this process is, and how it meets and talks to the others."""

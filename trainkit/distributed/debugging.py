@@ -1,0 +1,92 @@
+"""--debug: each rank writes to its own file how it connects, and where it is when it hangs."""
+
+import faulthandler
+import os
+import pickle
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+from trainkit.devices import cores, device_name
+from trainkit.distributed.launchers import node
+from trainkit.errors import tell
+from trainkit.files import explained, replacing
+
+# The variables that decide who a rank is, and how it connects.
+SHOWN = re.compile(
+    r"NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MASTER|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|"
+    r"SLURM_(JOB_|STEP_|PROCID|LOCALID|NODE|GPUS_ON)"
+)
+RECORDER = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)  # of gloo; None in older PyTorch
+
+
+def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
+    """Have NCCL, PyTorch and Python log what they do, from before the ranks meet.
+
+    `debug-rank-N.txt` gets, after the lines of an earlier start of the job, the variables that decide how the
+    ranks connect and, `every` so many seconds, the stack of every thread; `debug-rank-N-nccl-PID.txt` gets
+    NCCL's log; `flight-of-RANKS/rank-N` the last collectives, with NCCL only after a timeout. PyTorch's own
+    errors become more precise: see TORCH_DISTRIBUTED_DEBUG in its manual.
+
+    Raises:
+        UserError: if the folder cannot be written to.
+    """
+    path, record = folder / f"debug-rank-{rank}.txt", folder / f"flight-of-{ranks}" / f"rank-{rank}"
+    settings = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_FILE": str(path.with_name(f"{path.stem}-nccl-%p.txt")),
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",  # with DETAIL, DDP crashes on gloo (PyTorch 2.14)
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",  # PyTorch's default; without a dump we wait less
+        "TORCH_FR_DUMP_TEMP_FILE": f"{record.parent}/rank-",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{record.parent}/rank-",  # its name in an older PyTorch
+    } | ({} if RECORDER else {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"})
+    os.environ |= settings | {name: os.environ[name] for name in settings if name in os.environ}
+    dist.set_debug_level_from_env()
+    fix = "free the space, fix the permissions, or give another --results-dir."
+    with explained(f"--debug cannot write to {folder}", fix):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.unlink(missing_ok=True)  # of an earlier run
+        file = path.open("a", encoding="utf-8")  # never closed: faulthandler writes to it until the end
+        file.write(f"\nstarted {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n")
+        file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if SHOWN.match(name))
+        file.write(f"Where this rank is, every {every:g} s:\n")
+        file.flush()
+    faulthandler.enable(file)  # also if NCCL aborts it
+    threading.Thread(target=_write_stacks, args=(file, record, every), daemon=True).start()
+
+
+def _write_stacks(file: TextIO, path: Path, every: float) -> None:
+    """Write all stacks to `file`, and gloo's collectives to `path`, again and again."""
+    while True:
+        time.sleep(every)
+        # Not by dump_traceback_later, which can crash a busy one (github.com/python/cpython/issues/131580).
+        faulthandler.dump_traceback(file)
+        with suppress(OSError, KeyError):  # a full disk; another PyTorch's record
+            record = pickle.loads(RECORDER()) if RECORDER else {"pg_config": {}, "entries": []}
+            if group := record["pg_config"].pop("", None):  # torchfrtrace needs the name in its entries
+                record["pg_config"]["0"] = group | {"name": "0", "desc": "default_pg"}
+            if record["entries"]:  # PyTorch writes NCCL's by itself
+                with replacing(path, "wb") as whole:
+                    pickle.dump(record, whole)
+
+
+def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
+    """Print, on rank 0, where each rank runs."""
+    own_cores = ",".join(map(str, sorted(cores()[1])))
+    backend = dist.get_backend() if dist.is_initialized() else "no group"
+    own = f"rank {rank} on {node()}: {device} {device_name(device)}, core(s) {own_cores}, {backend}"
+    names = gather(own)
+    if rank == 0:
+        for name in names:
+            tell(name)
+        tell(f"where each rank is, at intervals, and NCCL's log: {folder}/debug-rank-*.txt")
+        if len(names) > 1:
+            tell(f"the collectives of all ranks, compared: torchfrtrace {folder}/flight-of-{len(names)}")

@@ -1,0 +1,387 @@
+"""Join, use and leave the process group; the place and the device of this process in it."""
+
+import atexit
+import gc
+import io
+import os
+import pickle
+import platform
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401  imported within a group, it would keep that alive
+
+from trainkit.devices import BACKENDS, card, choose_device, cores, gpus, is_gpu, limit_threads
+from trainkit.distributed import debugging, meeting
+from trainkit.distributed import launchers as place
+from trainkit.distributed.launchers import Place
+from trainkit.distributed.meeting import ANOTHER_PORT, DOCTOR
+from trainkit.distributed.names import Problem
+from trainkit.errors import PeerError, UserError, fail, first_line
+
+PIECE_BYTES = 2**26  # of a large tensor that travels
+PATIENCE_SECONDS = 20  # beyond twice --timeout, for processes that do meet
+
+
+def alone(use_cuda: bool, debug_dir: Path | None = None) -> Place:
+    """Return the place of the only process, in the stages with one; `debug_dir` is as in `join`.
+
+    Raises:
+        UserError: if a launcher started several processes: each would train the whole model.
+    """
+    here = _place()
+    # In a batch script this process is the whole job; in an srun step only part of the step.
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1") if here.launcher == "python" else str(here.nodes)
+    if here.size > 1 or nodes != "1":
+        raise UserError(
+            f"this stage is one process on one node, but this job has {here.size} process(es) "
+            f"on {nodes} node(s): ask for one task (--nodes=1 --ntasks=1), or use stage 03, "
+            "03_multigpu_ddp/mnist_ddp.py."
+        )
+    here = _with_device(here, use_cuda, debug_dir, every=60)
+    return _settled(here, debug_dir)
+
+
+def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
+    """Meet the other processes: nccl between GPUs, gloo between CPUs.
+
+    A rank that waits for a peer longer than `timeout` seconds gives up, so a job with a lost or hanging
+    rank ends instead of holding its GPUs until the time limit. With a `debug_dir` every rank
+    logs where it is (see debugging.py).
+
+    Raises:
+        UserError: if the environment contradicts itself, PyTorch cannot use the GPUs, two ranks have one GPU,
+            or the ranks, or NCCL, cannot connect.
+    """
+    # A rank logs where it is twice before the others give up on it.
+    here = _with_device(_place(), use_cuda, debug_dir, every=timeout / 2)
+    _meet(here, timedelta(seconds=timeout))
+    return _settled(here, debug_dir)
+
+
+def joined(device: torch.device) -> Place:
+    """Return the place of this process in a process group that other code has made.
+
+    Raises:
+        UserError: if a launcher started several processes, and there is no group yet, or one for each.
+    """
+    try:
+        here = place.read()
+    except ValueError as error:
+        if count() == 1:
+            raise UserError(str(error)) from None
+        here = Place()  # they have met in another way, and the group knows who they are
+    if here.size > 1 and not dist.is_initialized():
+        raise UserError(
+            f"this is one of {here.size} processes, and there is no process group yet: call "
+            "torch.distributed.init_process_group first, or what calls it for you, such as Accelerator()."
+        )
+    if here.size > 1 and count() == 1:
+        raise UserError(
+            f"this is one of {here.size} processes, and its process group has only itself: each would train "
+            "alone. Take rank and world size from the variables RANK and WORLD_SIZE."
+        )
+    nodes = max(here.nodes, len({*gather(platform.node())}))
+    return replace(here, rank=rank(), size=count(), nodes=nodes, device=device)
+
+
+def _place() -> Place:
+    try:
+        return place.read()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _with_device(here: Place, use_cuda: bool, debug_dir: Path | None, every: float) -> Place:
+    if debug_dir:
+        debugging.begin(debug_dir, here.rank, here.size, every)
+    return replace(here, device=choose_device(here, use_cuda))
+
+
+def _settled(here: Place, debug_dir: Path | None) -> Place:
+    limit_threads(gather(cores()))
+    if debug_dir:
+        debugging.introduce(debug_dir, here.rank, here.device, gather)
+    return here
+
+
+def _meet(here: Place, timeout: timedelta) -> None:
+    """Find the others through the store of rank 0, or torchrun, and make the process group."""
+    own_card = card(here.device) if is_gpu(here.device) else ""
+    store = dist.HashStore()
+    if here.size > 1:
+        store = _reach_store(here, timeout)
+        _await_all(store, here, own_card, timeout)
+    how = {"backend": BACKENDS[here.device.type]}
+    if is_gpu(here.device):
+        _refuse_shared_card(store, here, own_card)
+        # After --timeout PyTorch would hold the GPUs for another minute, to write a dump to the home folder.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        how["device_id"] = here.device
+    unable = "the ranks could not connect to each other"
+    what_to_do = f"set SITE_NETWORK_INTERFACE in slurm/site.sh to the network between the nodes; {DOCTOR}."
+    with _at_most(timeout, f"{unable} (no answer): {what_to_do}"):
+        try:
+            dist.init_process_group(store=store, rank=here.rank, world_size=here.size, timeout=timeout, **how)
+        except (RuntimeError, ValueError) as error:
+            cause = meeting.not_connected(gloo=not is_gpu(here.device), nodes=here.nodes)
+            if cause:
+                raise UserError(f"{unable}: {cause.what}: {cause.fix}.") from None
+            raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
+
+
+def _reach_store(here: Place, timeout: timedelta) -> dist.Store:
+    """Return the store that rank 0, or torchrun, opens for all ranks.
+
+    Raises:
+        UserError: if it cannot be reached, or opened.
+    """
+    silent = Problem("what answers there says nothing: another program has the port", ANOTHER_PORT)
+    # PyTorch asks a silent server again and again, each time for the whole timeout.
+    with _at_most(timeout, str(_could_not_meet(here, silent))):
+        try:
+            # Of 1 process, so that rank 0 does not wait here for the others: PyTorch would tell how many
+            # have not come, and not which.
+            store, _, _ = next(dist.rendezvous("env://", here.rank, 1, timeout=timeout))
+        except ValueError as error:
+            cause = Problem(first_line(error), "correct MASTER_PORT")
+            raise _could_not_meet(here, cause) from None
+        except RuntimeError as error:
+            master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            cause = meeting.no_store(master, port, opens_it=here.rank == 0, error=error)
+            raise _could_not_meet(here, cause) from None
+    return store
+
+
+def _await_all(store: dist.Store, here: Place, own_card: str, timeout: timedelta) -> None:
+    """Wait until all ranks of this training have come to the store, each with the name of its card.
+
+    Raises:
+        UserError: if one does not come, or the store is of another training.
+        PeerError: if rank 0 has not waited as long as this rank.
+    """
+    keys = {rank: _roll_key(rank) for rank in range(here.size)}
+    if here.rank == 0:
+        store.set("training", _training(here))
+    try:
+        _refuse_foreign(store, here, timeout)
+        store.set(keys[here.rank], own_card)
+        store.wait(list(keys.values()), timeout)
+    except RuntimeError:
+        try:
+            missing = [rank for rank, key in keys.items() if rank != here.rank and not store.check([key])]
+        except RuntimeError:  # the store is gone, with rank 0
+            raise PeerError("rank 0 has left before all ranks had come: see its error.") from None
+        raise _could_not_meet(here, meeting.missing(missing)) from None
+
+
+def _refuse_foreign(store: dist.Store, here: Place, timeout: timedelta) -> None:
+    """Raise a UserError if the store is not that of this training: rank 0 says there which it is."""
+    own = _training(here)
+    try:
+        store.wait(["training"], timeout)
+    except RuntimeError:
+        if here.launcher == "torchrun":  # which has opened the store itself
+            cause = meeting.missing([0])
+        else:
+            cause = meeting.foreign(own=own, other="one that does not use trainkit")
+        raise _could_not_meet(here, cause) from None
+    other = store.get("training").decode()
+    if other != own:
+        raise _could_not_meet(here, meeting.foreign(own=own, other=other))
+
+
+def _roll_key(rank: int) -> str:
+    """Return the key at which a rank leaves the name of its card ("" without one) when it has come."""
+    return f"card of {rank}"
+
+
+def _training(here: Place) -> str:
+    """Return words by which the ranks of one training know each other; they are the same on all of them."""
+    processes = f"{here.size} processes"
+    if here.launcher == "torchrun":
+        return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']}, {processes}"
+    # Ranks that somebody has started by hand may be in jobs of their own.
+    if here.launcher in ("srun", "submitit") and place.job_id():
+        return f"job {place.job_id()}, {processes}"
+    return processes
+
+
+def _refuse_shared_card(store: dist.Store, here: Place, own_card: str) -> None:
+    """Raise a UserError if another rank has the same card, which NCCL does not allow."""
+    for other in range(here.rank) if own_card else ():
+        if store.get(_roll_key(other)).decode() == own_card:
+            raise UserError(
+                f"rank {here.rank} has the GPU of rank {other}, or a slice (MIG) of its card "
+                f"({here.local_size} processes on {platform.node()}, {len(gpus())} visible GPU(s), "
+                f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}): start one "
+                "process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
+                "--gpu-bind=closest, and on one slice of each card only, or add --no-cuda."
+            )
+
+
+@contextmanager
+def _at_most(timeout: timedelta, sentence: str) -> Iterator[None]:
+    """End this process with a sentence if what it does takes much longer than PyTorch's own timeout.
+
+    Ranks may arrive a whole timeout apart, and connecting then takes a while.
+    """
+    watch = threading.Timer(2 * timeout.total_seconds() + PATIENCE_SECONDS, fail, [sentence])
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
+def _could_not_meet(here: Place, cause: Problem) -> UserError:
+    unable = f"the {here.size} processes could not meet at {_store_address()}"
+    return UserError(f"{unable}: {cause.what}: {cause.fix}.")
+
+
+def _store_address() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def leave() -> None:
+    """Wait for the others and close the process group; do nothing for one process.
+
+    The group's threads end with its last user, such as DistributedDataParallel, and that has to be before
+    Python ends: they may still have tensors to release, and a thread that asks for Python's lock (the GIL)
+    too late is killed within C++ code, which aborts a run that went well. This function is the last user, as
+    DistributedDataParallel would wait for the threads without releasing that lock, which they may need
+    (PyTorch 2.4 to 2.9 at least).
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        group = dist.group.WORLD
+        backends = [group._get_backend(device) for device in group._device_types]
+        dist.destroy_process_group()
+        atexit.register(backends.clear)
+        atexit.register(gc.collect)  # the last comes first
+
+
+def barrier() -> None:
+    """Wait until every rank has arrived; do nothing for one process."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def sum_in_place(values: torch.Tensor) -> torch.Tensor:
+    """Replace `values` by their sum over all ranks, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def broadcast(value: object, source: int = 0) -> object:
+    """Return the `value` of rank `source` on every rank; it must be picklable.
+
+    Its tensors in the CPU's memory travel one by one: each rank needs no more memory than they take.
+    """
+    if not dist.is_initialized():
+        return value
+    packed, tensors = _without_tensors(value) if rank() == source else (b"", [])
+    travels = [packed, [(one.shape, one.stride(), one.dtype) for one in tensors]]
+    dist.broadcast_object_list(travels, src=source)
+    packed, layouts = travels
+    if rank() != source:
+        tensors = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in layouts]
+    for tensor in tensors:
+        _broadcast_in_place(tensor, source)
+    return value if rank() == source else _WithTensors(packed, tensors).load()
+
+
+class _WithoutTensors(pickle.Pickler):
+    """Leaves a number in the place of each tensor of the CPU, and keeps these in `tensors`."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, value: object) -> int | None:
+        plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout == torch.strided
+        if not plain or value.requires_grad or value.is_quantized or not value.numel():
+            return None
+        self.tensors.append(value)
+        return len(self.tensors) - 1
+
+
+class _WithTensors(pickle.Unpickler):
+    def __init__(self, packed: bytes, tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        return self._tensors[number]
+
+
+def _without_tensors(value: object) -> tuple[bytes, list[torch.Tensor]]:
+    pickler = _WithoutTensors(packed := io.BytesIO())
+    pickler.dump(value)
+    # Without gaps in memory, as parts of others have them; a layout such as channels_last stays.
+    dense = [
+        one if torch.empty_like(one).stride() == one.stride() else one.clone() for one in pickler.tensors
+    ]
+    return packed.getvalue(), dense
+
+
+def _broadcast_in_place(tensor: torch.Tensor, source: int) -> None:
+    """Send a tensor of the CPU, which has no gaps, through the devices that this process group connects."""
+    devices = dist.group.WORLD._device_types
+    device = "cpu" if torch.device("cpu") in devices else devices[0]
+    memory = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    for piece in memory.split(PIECE_BYTES):
+        travels = piece.to(device)
+        dist.broadcast(travels, src=source)
+        if travels is not piece:
+            piece.copy_(travels)
+
+
+def on_rank_0(action: Callable[[], object]) -> object:
+    """Call `action` on rank 0 only; return its value there and None elsewhere.
+
+    Raises:
+        Exception: what `action` raises, on rank 0; the others then raise a PeerError, so none waits.
+    """
+    value = mistake = None
+    if is_rank_0():
+        try:
+            value = action()
+        except Exception as error:  # of any kind: the others have to know
+            mistake = error
+    if broadcast(mistake is not None):
+        raise mistake or PeerError("rank 0 had to stop: see its error.")
+    return value
+
+
+def gather(value: object) -> list:
+    """Return the `value` of every rank, in rank order; it must be picklable."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def count() -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the rank of this process; 0 if it is the only one."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_rank_0() -> bool:
+    """Return whether this is rank 0, or the only process."""
+    return rank() == 0

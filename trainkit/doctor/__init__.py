@@ -1,0 +1,1 @@
+"""Whether a job can work here, before any training."""

@@ -1,0 +1,220 @@
+"""One clear sentence instead of a traceback for a mistake that a user can correct."""
+
+import os
+import re
+import resource
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, TextIO
+
+from trainkit.distributed.launchers import rank_of
+from trainkit.job_folder import here, note
+from trainkit.signals import STOP_SIGNALS
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# PyTorch's errors of communication between ranks.
+DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+NO_MEMORY = "this process may not have more memory: ask Slurm for more with --mem, or raise `ulimit -v`."
+
+
+class UserError(Exception):
+    """A mistake that the user can correct; its text says what is wrong and what to do."""
+
+
+class PeerError(UserError):
+    """Another rank made the mistake, and reports it."""
+
+
+class Stopped(Exception):  # noqa: N818  not an error: the run did what it was asked to
+    """The run has saved its state and ends before its last epoch; the text says how to continue."""
+
+
+# Errors of PyTorch that have a known remedy: a pattern of their text -> what to say, with {found} for what
+# the pattern has found. The first that is found counts.
+EXPLAINED = {
+    "out of memory|ALLOC_FAILED": (
+        "the memory of this process's GPU is full: lower --batch-size, and check with nvidia-smi whether "
+        "another process uses that GPU."
+    ),
+    # github.com/pytorch/pytorch/issues/5040 and 14768
+    r"Too many open files|unable to .*shared memory\(shm\).*": (
+        "loader processes hand over batches through /dev/shm and open files ({found}): "
+        "lower --num-workers, raise `ulimit -n`, or give a container more (docker --shm-size=1g)."
+    ),
+    "appears not to match sizes": (
+        "the ranks have networks of different sizes: start all of them with the same options."
+    ),
+    r"Parameter.* which did not receive grad for rank \d+: .*": (
+        "the last step left out some of the network, and DistributedDataParallel waits for its gradients "
+        "({found}; TORCH_DISTRIBUTED_DEBUG=INFO names them): use all of it in every step, "
+        "or see 03_multigpu_ddp/beyond/unused.py."
+    ),
+}
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Call `main` and leave the process, with its return value as the exit code.
+
+    A `UserError` prints its sentence on stderr and exits with 1, as do the errors in EXPLAINED; `Stopped`
+    exits with 0, Ctrl-C with 130. Any other error keeps its traceback. In a job each rank also leaves a note
+    on how it ended (job_folder.py).
+    """
+    note("started")
+    _refuse_another_checkout()
+    if rank_of() is not None:
+        _dump_no_core()
+    with suppress(AttributeError):  # a script may have put an object of its own in the place of sys.stdout
+        sys.stdout.reconfigure(errors="replace")  # the terminal may support ASCII only
+    last_words = ""
+    try:
+        code = main()
+    except Stopped as stop:
+        code = 0
+        last_words = str(stop)
+    except PeerError as error:
+        fail(str(error), "lost")
+    except UserError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once, without a word
+        sys.exit(130)
+    except SystemExit as left:
+        note("failed", f"error{_on_which_rank()}: left before the end, with exit code {left.code}")
+        raise
+    except Exception as error:
+        if sentence := _explanation(error):
+            fail(sentence)
+        # A rank that stops takes its peers down in whatever they were waiting for. Only the first
+        # to stop knows why, so the others refer to it instead of adding a traceback each.
+        if lost_peers(error):
+            fail(
+                f"lost the other ranks ({first_line(error)}). If one of them reported an error above, "
+                "that is the reason.",
+                "lost",
+            )
+        note("failed", f"error{_on_which_rank()}: {type(error).__name__}: {first_line(error)}")
+        raise
+    note("finished", last_words)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a signal now would turn success into failure
+    tell()  # flush while an output error can still be ignored
+    sys.exit(code)
+
+
+def _refuse_another_checkout() -> None:
+    """End if the script is in one checkout and this package in another.
+
+    In the environment of the first checkout its `trainkit` is installed (INSTRUCTORS.md has a class share
+    one). Edits of the second checkout's would change nothing, without a word.
+    """
+    for folder in Path(sys.argv[0]).resolve().parents:
+        beside_the_script = folder / "trainkit" / "errors.py"
+        if beside_the_script.exists() and not beside_the_script.samefile(__file__):
+            remedy = f"cd {shlex.quote(str(folder))}, export PYTHONPATH=$PWD"
+            fail(f"it would run the code of {REPOSITORY}: {remedy}")
+
+
+def _dump_no_core() -> None:
+    """Leave no core file of a rank that NCCL aborts because it has waited too long for another one."""
+    with suppress(ValueError):  # there is a hard limit of 0
+        # 1 byte: too small for a file, and Linux then starts no program that collects dumps either.
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+
+
+def lost_peers(error: Exception) -> bool:
+    """Return whether this is PyTorch's error of a rank that another one has left."""
+    # gloo also raises the second, after its timeout, if the backward pass was waiting.
+    by_torch = type(error).__name__ in DISTRIBUTED or re.search("gloo|pair closure", str(error))
+    return isinstance(error, RuntimeError) and bool(by_torch)
+
+
+def quiet_without_run() -> None:
+    """Hide the traceback of Ctrl-C and UserErrors, before `run` (during `import torch`) or without it."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, UserError):
+            text = str(error)
+        elif _lacks_memory(error):
+            text = NO_MEMORY
+        elif isinstance(error, ModuleNotFoundError) and here():
+            # In a job it is mostly the wrong Python.
+            remedy = "correct activate_environment in slurm/site.sh, or install it"
+            text = f"{sys.executable} has no {error.name}: {remedy}."
+        else:
+            text = ""
+        if text:
+            text = f"error{_on_which_rank()}: {text}"
+            note("failed", text)
+            print(text, file=sys.stderr)
+        elif not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def tell(text: str | None = None, stream: TextIO | None = None) -> None:
+    """Print, and go on even if that fails: `| head` has ended, or the log's disk is full."""
+    stream = stream or sys.stdout
+    try:
+        if text is not None:
+            # In one write, as Python does not buffer in jobs, and other ranks may write to the same pipe.
+            stream.write(f"{text}\n")
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def fail(text: str, state: str = "failed") -> NoReturn:
+    """End the process with this error, from any thread of a rank, whatever the others are stuck in."""
+    text = f"error{_on_which_rank()}: {text}"
+    note(state, text)
+    tell()
+    if rank_of() is None and threading.current_thread() is threading.main_thread():
+        sys.exit(text)
+    # The rank's group is still open, and at Python's own end one of its threads could abort the process.
+    tell(text, sys.stderr)
+    os._exit(1)
+
+
+def first_line(error: Exception) -> str:
+    """Return the line of its text that gives the cause: NCCL's, else the first; C++ frames may follow."""
+    text = str(error).strip()
+    by_nccl = re.search(r"Last error:\s*(?!Exception raised)(\S.*)", text)
+    by_nccl = by_nccl or re.search(r"^(nccl\w+: .*)", text, re.MULTILINE)
+    # Of a network that is loaded, the second line has the cause.
+    return by_nccl[1].rstrip(" .") if by_nccl else text.replace(":\n\t", ": ", 1).partition("\n")[0]
+
+
+def reason(error: Exception) -> str:
+    """Return why something could not be saved; PyTorch's error hides the one of the operating system."""
+    cause = error.__context__ if isinstance(error.__context__, OSError) else error
+    return getattr(cause, "strerror", None) or first_line(cause)
+
+
+def _on_which_rank() -> str:
+    """Return " on rank N" on all ranks but 0. Each reports its own error, as rank 0 may already be killed."""
+    return f" on rank {rank_of()}" if rank_of() else ""
+
+
+def _explanation(error: Exception) -> str | None:
+    """Return what to say of a known error of PyTorch; None for other errors."""
+    if isinstance(error, RuntimeError):
+        for pattern, sentence in EXPLAINED.items():
+            if found := re.search(pattern, str(error)):
+                return sentence.format(found=found[0].strip())
+    return NO_MEMORY if _lacks_memory(error) else None
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Return whether the process has reached its limit of memory (not the GPU's).
+
+    `import torch` already may: github.com/pytorch/pytorch/issues/16558.
+    """
+    texts = "failed to map segment|can't allocate memory|Cannot allocate memory"
+    return isinstance(error, MemoryError) or re.search(texts, str(error)) is not None

@@ -1,0 +1,164 @@
+"""A job's own folder: its checkpoints, its samples, and the notes that its ranks leave in it.
+
+| name | meaning |
+|---|---|
+| `rank-N.started` | rank N runs, on the node that the file names |
+| `rank-N.finished`, `.failed`, `.lost` | replaces it: how it ended, and the error (lost: its peers left) |
+| `first-failed` | a link to the note of the rank that failed first |
+| `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
+| `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/in_job.py |
+| `ended-after-restart` | the job has come back from the queue, and ended well |
+| `checkpoints`, `monitor` | the files of training/checkpoint.py; the samples (record/samples.py) |
+| `plain` | the job's script does not use the kit (jobs/plain.py); it may write `stopped` itself |
+
+srun often reports an exit code other than the failed rank's, and a log mixes the ranks' lines. From the notes
+jobs/why.py finds which rank it was; a rank that is still "started" after the end was killed.
+"""
+
+import json
+import os
+import re
+import signal
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainkit.distributed.launchers import node, rank_of
+
+VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
+PLAIN, CHECKPOINTS = "plain", "checkpoints"
+OUTCOME, ENDED_AFTER_RESTART = "outcome.json", "ended-after-restart"
+FIRST_FAILED, STOPPED = "first-failed", "stopped"
+STATES = ("started", "finished", "failed", "lost")  # of a rank
+NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
+
+
+def here() -> Path | None:
+    """Return the folder of this process's job; None outside of a job."""
+    folder = os.environ.get(VARIABLE)
+    return Path(folder) if folder else None
+
+
+def note(state: str, text: str = "") -> None:
+    """In a job, leave a note that this rank has started, finished, failed or lost its peers.
+
+    It replaces the rank's earlier note. A full disk is ignored: the error itself matters more than its note.
+    """
+    folder = here()
+    if folder is None or rank_of() is None:
+        return
+    path = folder / f"rank-{rank_of()}.{state}"
+    if state == "started":
+        text = node()
+    else:
+        with suppress(OSError):  # there was none; renaming also works on a full disk
+            path.with_suffix(".started").rename(path)
+    if state == "failed":
+        with suppress(OSError):  # a link can be made only once, whatever the nodes' clocks say
+            (folder / FIRST_FAILED).symlink_to(path.name)
+    with suppress(OSError):
+        path.write_text(f"{text}\n" if text else "", encoding="utf-8", errors="replace")
+
+
+def notes(folder: Path, *states: str) -> dict[int, Path]:
+    """Return the notes of the ranks that are in one of `states`, by rank."""
+    found = {path: NOTE.fullmatch(path.name) for path in folder.glob("rank-*")}
+    return dict(sorted((int(name[1]), path) for path, name in found.items() if name and name[2] in states))
+
+
+def read(note: Path) -> str:
+    """Return what a note says; "" if it is not there."""
+    try:
+        return note.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def died_of(number: int) -> str:
+    """Return in words what a signal did to a rank that it has ended."""
+    if number == signal.SIGKILL:
+        return "was killed (by hand, or for want of memory)"
+    if number == signal.SIGABRT:
+        return "aborted"
+    with suppress(ValueError):  # real-time signals have no names
+        return f"died of signal {signal.Signals(number).name}"
+    return f"died of signal {number}"
+
+
+def note_stop(checkpoints: Path) -> None:
+    """In a job, leave a note that the run has saved in `checkpoints` and stopped after a signal.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    if folder := here():
+        (folder / STOPPED).write_text(f"{checkpoints.absolute()}\n", encoding="utf-8")
+
+
+def stopped(folder: Path) -> str | None:
+    """Return where this job's run saved before a signal stopped it; None if none was stopped."""
+    path = folder / STOPPED
+    return read(path) if path.exists() else None
+
+
+def first_failed(folder: Path) -> str:
+    """Return the name of the note of the rank that failed first; "" if there is none."""
+    link = folder / FIRST_FAILED
+    return link.readlink().name if link.is_symlink() else ""  # some file systems have no links
+
+
+def note_end_after_restart(folder: Path) -> None:
+    """Leave a note that the job has come back from the queue, and ended well."""
+    with suppress(OSError):  # a full disk
+        (folder / ENDED_AFTER_RESTART).touch()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start of a job has ended.
+
+    Attributes:
+        restart: which start it was; 0 for the first.
+        exit_code: that of the job script.
+        why: why it failed, the first reason first; empty if it did not, or if it was ended from outside.
+        failed_rank: the rank that failed first, if it is known.
+        saved: where it saved before a signal stopped it, if one did.
+        requeued: whether it has gone back to the queue.
+        seconds: how long it ran.
+        ended_at: when it ended, by ISO 8601.
+        said: the last lines of its log.
+    """
+
+    restart: int
+    exit_code: int
+    why: list[str]
+    failed_rank: int | None
+    saved: str | None
+    requeued: bool
+    seconds: int
+    ended_at: str
+    said: list[str]
+
+    @property
+    def well(self) -> bool:
+        """Return whether it ended without an error, and has nothing left to do."""
+        return self.exit_code == 0 and self.saved is None
+
+
+def keep_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write `outcome.json`.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    new = folder / f"{OUTCOME}.new"
+    new.write_text(json.dumps(asdict(outcome), indent=1), encoding="utf-8")
+    new.replace(folder / OUTCOME)
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """Return how the job's last start has ended; None while it runs, and if it was killed before its end."""
+    try:
+        return Outcome(**json.loads((folder / OUTCOME).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

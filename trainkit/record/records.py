@@ -1,0 +1,408 @@
+"""The record of a training: a CSV with a row per epoch, as columns.py says. Its writer and its readers.
+
+Every start of a training, the first one and each that goes on from a checkpoint, writes a file of its own,
+`<run_id>.csv`, with the epochs that it has completed itself; `resumed_from` names the start that it goes on
+from, and those before that one if it had no row when it saved. `join` puts the starts together to runs.
+
+Next to the CSV are `<run_id>.ranks.tsv`, a row per epoch and device, and, for a training with its own
+metrics, `<run_id>.metrics.tsv`, a row per epoch and metric. The files are replaced as a whole after every
+epoch, so a kill or a full disk never leaves half a row.
+
+A CSV may hold the rows of many runs, as those in results/sample. This module also reads the file of a job of
+the doctor, a row per size of its all-reduce.
+"""
+
+import csv
+import io
+import math
+import re
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from trainkit.errors import UserError, reason
+from trainkit.files import check_writable, explained, replacing
+from trainkit.process import process_start
+from trainkit.record import samples
+from trainkit.record.columns import ALL_REDUCE_COLUMNS, COLUMNS, METRIC_COLUMNS, RANK_COLUMNS
+
+SCHEMA_VERSION = 1
+SLOW = 1.25  # a rank is called slow from this many times the median of the others on
+# Why a run ended: nothing ended it earlier, or the script itself did.
+ALL_EPOCHS, ITS_LOOP = "all epochs", "its loop ended"
+# Of a training that goes on: what has to be the same (a Recorder compares it; a Run has its checkpoints do
+# so), and what stays as at its first start, whatever the script says now. For example, an optimizer has its
+# constants from the checkpoint.
+SAME = ("stage", "dataset", "model", "global_batch", "settings")
+KEPT = ("precision", "optimizer", "lr", "schedule")
+
+Row = dict[str, object]
+Readers = dict[str, Callable[[str], object]]  # column -> the reader of its cells
+
+
+class RecordError(UserError):
+    """A CSV that cannot be used; the text names the file and the reason."""
+
+
+class RecordWriter:
+    """Writes the record of one start of a training, on one rank: the row of an epoch, then its checkpoint.
+
+    `facts` are the columns that are the same in all rows, `rows` those that are written, and `path` is the
+    CSV, which is there from the first row on.
+
+    Args:
+        folder: `<results_dir>/runs`, created if it is not there; None writes nothing, as in a dry run.
+        facts: columns that the training knows at its start. For others their `Column.default` counts.
+
+    Raises:
+        UserError: if the folder cannot be written to, or a fact could not be read back: before the training,
+            not after an epoch whose result would be lost.
+    """
+
+    _of_this_process = 0  # a second training in a process does not begin with the process
+
+    def __init__(self, folder: Path | None, facts: Row) -> None:
+        self._began = time.monotonic() if RecordWriter._of_this_process else process_start()
+        RecordWriter._of_this_process += 1
+        self._seconds_before = 0.0  # of the starts that this one goes on from
+        began_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._began)
+        word = re.sub(r"[^\w.-]+", "-", facts["stage"]).lstrip("-.")[:40] or "own"  # part of a file name
+        defaults = {name: column.default for name, column in COLUMNS.items() if column.default is not None}
+        of_this_start = {
+            "run_id": f"{word}-{began_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}",
+            "started_at": f"{began_at:%Y-%m-%dT%H:%M:%SZ}",
+            "schema_version": SCHEMA_VERSION,
+        }
+        self.facts: Row = defaults | of_this_start | facts
+        for name in facts:
+            try:
+                COLUMNS[name].read(_to_text(facts[name]))
+            except ValueError as error:
+                raise UserError(f"the {name} cannot be recorded ({error}): give another.") from None
+        self.rows: list[Row] = []
+        self._of_ranks: list[Row] = []
+        self._metrics: list[Row] = []
+        self._epochs_added = 0
+        self.path = folder / f"{self.facts['run_id']}.csv" if folder else None
+        if folder:
+            fix = "free the space, fix the permissions, or give another --results-dir."
+            check_writable(folder, "results", fix)
+
+    def add(self, row: Row, of_ranks: Iterable[Row] = (), metrics: Iterable[Row] = ()) -> Row:
+        """Write the row of an epoch, those of its devices and its metrics; return the row with all columns.
+
+        It replaces the rows of this epoch and later ones: the training has gone back to an earlier state, or
+        they could not be written.
+
+        Raises:
+            UserError: if a number makes no sense, or they cannot be written; earlier epochs are kept.
+        """
+        epoch = row["epoch"]
+        of_the_clock = {
+            "warmup": self._epochs_added == 0,
+            "elapsed_s": self._elapsed_s(),
+            "recorded_at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z",
+        }
+        row = self.facts | of_the_clock | row
+        metrics = [*metrics]
+        try:
+            _check(row, {name: column.read for name, column in COLUMNS.items()})
+            for metric in metrics:
+                _check(metric, METRIC_COLUMNS)
+        except ValueError as error:
+            raise UserError(
+                f"epoch {epoch} cannot be recorded ({error}): correct the numbers of the training. "
+                "The earlier epochs are recorded."
+            ) from None
+        self.rows = [*_before(epoch, self.rows), row]
+        self._of_ranks = [*_before(epoch, self._of_ranks), *of_ranks]
+        self._metrics = [*_before(epoch, self._metrics), *metrics]
+        if self.path:
+            self._write()
+            if not self._epochs_added:
+                samples.note_run(self.path)
+        self._epochs_added += 1
+        return row
+
+    def finish(self, ended: str = ALL_EPOCHS) -> None:
+        """Write why the run has ended into its last row: after its last checkpoint, so that it stays so.
+
+        Raises:
+            UserError: if that cannot be written; the epochs are.
+        """
+        if self.path and self.rows:
+            self.rows[-1] = self.rows[-1] | {"ended": ended}
+            self._write()
+
+    @property
+    def of_the_last_epoch(self) -> list[Row]:
+        """Return the rows of the devices in the last epoch."""
+        return [row for row in self._of_ranks if row["epoch"] == self.rows[-1]["epoch"]]
+
+    def _write(self) -> None:
+        fix = "free the space or give another --results-dir. The earlier epochs are recorded."
+        with explained(f"{self.path} cannot be written", fix):
+            put_table(self.path, COLUMNS, self.rows)
+            if self._of_ranks:
+                put_table(beside(self.path, "ranks"), RANK_COLUMNS, self._of_ranks, delimiter="\t")
+            if self._metrics:
+                put_table(beside(self.path, "metrics"), METRIC_COLUMNS, self._metrics, delimiter="\t")
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a start that goes on from here has to know: numbers and texts, for a checkpoint."""
+        return {
+            "run_id": self.facts["run_id"],
+            # A start that has no row yet has no file. If it never gets one, the next goes on from the starts
+            # before it.
+            "resumed_from": " ".join(
+                [self.facts["run_id"]] if self.rows else [self.facts["run_id"], self.facts["resumed_from"]]
+            ).strip(),
+            "elapsed_s": self._elapsed_s(),
+            "facts": {name: self.facts[name] for name in (*SAME, *KEPT)},
+        }
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on from the start that has saved `state`: name its record, and count on from its seconds."""
+        if state["run_id"] == self.facts["run_id"]:
+            return  # this start goes back to what it has saved itself
+        self.facts |= {name: state["facts"][name] for name in KEPT}
+        self.facts["resumed_from"] = state["resumed_from"]
+        self._seconds_before = state["elapsed_s"]
+
+    def _elapsed_s(self) -> float:
+        """Return the seconds that the run's processes took so far, without the time between them."""
+        return self._seconds_before + time.monotonic() - self._began
+
+
+def _before(epoch: int, rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["epoch"] < epoch]
+
+
+def beside(path: Path, kind: str = "ranks") -> Path:
+    """Return the file with the rows of the ranks, or with the "metrics", of a run's CSV."""
+    return path.with_name(f"{path.stem}.{kind}.tsv")
+
+
+def verdict_file(path: Path) -> Path:
+    """Return the file with the verdict on the job of a run, for the run's CSV."""
+    return path.with_name(f"{path.stem}.monitor.json")
+
+
+def put_table(path: Path, columns: Iterable[str], rows: list[Row], **dialect: str) -> None:
+    """Write the rows to `path`, whole or not at all; raise an OSError if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
+    with replacing(path) as file:
+        writer = csv.DictWriter(file, columns, **dialect)
+        writer.writeheader()
+        writer.writerows({name: _to_text(row[name]) for name in columns} for row in rows)
+
+
+def _to_text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, float):  # the reader accepts nan, but not inf
+        return f"{value:.6g}" if math.isfinite(value) else "nan"
+    return str(value)
+
+
+def _check(row: Row, readers: Readers) -> None:
+    """Raise a ValueError for a value that could not be read back."""
+    _read_row({name: _to_text(value) for name, value in row.items()}, readers)
+
+
+# --- reading ----------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[Row]:
+    """Read the rows of a CSV of one or more starts, each cell as its column says.
+
+    Raises:
+        RecordError: if the file cannot be read, is empty or damaged, has another schema, or has a cell that
+            no run writes.
+    """
+    return _read(path, {name: column.read for name, column in COLUMNS.items()})
+
+
+def read_ranks(path: Path) -> list[Row]:
+    """Read the rows of the ranks next to a run's CSV, each cell as `RANK_COLUMNS` says.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    return _read(beside(path), RANK_COLUMNS, delimiter="\t")
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """Read the rows of the metrics next to a run's CSV, each cell as `METRIC_COLUMNS` says.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    return _read(beside(path, "metrics"), METRIC_COLUMNS, delimiter="\t")
+
+
+def read_all_reduce(path: Path) -> list[Row]:
+    """Read the rows that the doctor wrote, each cell as `ALL_REDUCE_COLUMNS` says.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    return _read(path, ALL_REDUCE_COLUMNS, delimiter="\t")
+
+
+def _read(path: Path, readers: Readers, **dialect: str) -> list[Row]:
+    rows = []
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+        lines = csv.DictReader(io.StringIO(content, newline=""), **dialect)
+        for cells in lines:
+            where = f"line {lines.line_num}"
+            if None in cells or None in cells.values():
+                raise ValueError(f"{where} is cut short or too long")
+            version = cells.get("schema_version", str(SCHEMA_VERSION))
+            if version != str(SCHEMA_VERSION):
+                raise ValueError(f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which is read")
+            try:
+                rows.append(_read_row(cells, readers))
+            except KeyError as error:
+                raise ValueError(f"it has no column {error.args[0]}") from None
+            except ValueError as error:
+                raise ValueError(f"{where}, {error}") from None
+    except (OSError, ValueError, csv.Error) as error:
+        raise RecordError(f"{path}: not read, {reason(error)}.") from None
+    if not rows:
+        raise RecordError(f"{path}: not read, it has no rows.")
+    return rows
+
+
+def _read_row(cells: dict[str, str], readers: Readers) -> Row:
+    """Read each cell; raise a ValueError that names the column, or a KeyError if it lacks one."""
+    row = {}
+    for name, read_cell in readers.items():
+        cell = cells[name]
+        try:
+            row[name] = read_cell(cell)
+        except ValueError as error:
+            raise ValueError(f"column {name}: {error}") from None
+    return row
+
+
+def by_run(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Group the rows of a file by their `run_id`, in the order of their epochs."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["run_id"], []).append(row)
+    return {run_id: sorted(rows, key=lambda row: row["epoch"]) for run_id, rows in found.items()}
+
+
+def read_runs(paths: Iterable[Path]) -> dict[str, list[Row]]:
+    """Read CSVs, and return the rows of each run by the `run_id` of its last start, as `join` does.
+
+    Raises:
+        RecordError: as `read`.
+    """
+    starts: dict[str, list[Row]] = {}
+    for path in paths:
+        starts |= by_run(read(path))
+    return join(starts)
+
+
+def join(starts: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """Put the starts of trainings together to runs: the rows of each, by the `run_id` of its last start.
+
+    A run is a start, and of the starts that it goes on from the epochs before its own first one. So an epoch
+    that was made again counts once, as the later start made it.
+
+    Other starts are left out, as a later one has taken their place:
+    - If a start was stopped or killed, the later one goes on from it, or from a start before it.
+    - If it came to its end, the later one goes on after its last epoch, as with more --epochs.
+
+    So if a start came to its end, and another goes on from one of its earlier checkpoints, these are two
+    runs, which share their first epochs.
+
+    Args:
+        starts: the rows of each, by `run_id`, in the order of their epochs.
+
+    Returns:
+        The same rows with the run's `run_id`, and their own in `start`. Of epochs that two runs share, those
+        of the second run are a `warmup`, so that no speed counts twice.
+    """
+    runs: dict[str, list[Row]] = {}
+    shared: set[tuple[str, int]] = set()
+    before = {run_id: _starts_before(run_id, starts) for run_id in starts}
+    for run_id, own_rows in starts.items():
+        if _is_superseded(run_id, starts, before):
+            continue
+        rows = own_rows
+        for earlier in filter(starts.get, before[run_id]):
+            # A run that has ended, and went on after all, has not ended there.
+            went_on = [row | {"ended": ""} for row in _before(rows[0]["epoch"], starts[earlier])]
+            rows = [*went_on, *rows]
+        runs[run_id] = [
+            row
+            | {"run_id": run_id, "start": row["run_id"]}
+            # In a speed an epoch counts once, also if two runs have it: a warm-up counts in none.
+            | ({"warmup": True} if (row["run_id"], row["epoch"]) in shared else {})
+            for row in rows
+        ]
+        shared |= {(row["run_id"], row["epoch"]) for row in rows}
+    return runs
+
+
+def _starts_before(run_id: str, starts: dict[str, list[Row]]) -> list[str]:
+    """List the starts that this one went on from, the latest first; the records of some may be missing."""
+    found: list[str] = []
+    recorded: str | None = run_id
+    while recorded:
+        names = starts[recorded][0]["resumed_from"].split()
+        recorded = next((name for name in names if name in starts), None)
+        found += names[: names.index(recorded) + 1] if recorded else names
+    return found
+
+
+def _is_superseded(run_id: str, starts: dict[str, list[Row]], before: dict[str, list[str]]) -> bool:
+    """Return whether another start takes the place of this one, as `join` says.
+
+    `before`: of each start those that it went on from, the latest first.
+    """
+    last = starts[run_id][-1]
+    of_this_run = {run_id, *before[run_id]}
+    # A start is never superseded by one that it went on from, whatever the clocks of their nodes say.
+    for other in starts.keys() - of_this_run:
+        first = starts[other][0]
+        if last["ended"]:
+            goes_on_from = next((name for name in before[other] if name in starts), None)
+            goes_on = goes_on_from == run_id and first["epoch"] > last["epoch"]
+        else:
+            goes_on = not of_this_run.isdisjoint(before[other]) and first["recorded_at"] > last["recorded_at"]
+        if goes_on:
+            return True
+    return False
+
+
+def ends_with(rows: list[Row]) -> Row:
+    """Return the row of a run with the weights that it ends with: of its best epoch, or else the last."""
+    best = rows[-1]["best_epoch"]  # of a script with a validation
+    return next((row for row in rows if row["epoch"] == best), rows[-1])
+
+
+def slow_rank(of_ranks: Iterable[Row]) -> str:
+    """Return a clause that names a rank that holds up the others, by its mean seconds over all epochs.
+
+    "" if none is `SLOW`, if there is only one rank, or if the seconds of one are unknown.
+    """
+    by_rank: dict[int, list[tuple[float, str]]] = {}
+    for row in of_ranks:
+        by_rank.setdefault(row["rank"], []).append((row["own_seconds"], row["host"]))
+    means = {rank: statistics.fmean(seconds for seconds, _ in found) for rank, found in by_rank.items()}
+    if len(means) < 2 or not all(mean > 0 for mean in means.values()):
+        return ""
+    slowest = max(means, key=means.get)
+    times = means.pop(slowest) / statistics.median(means.values())
+    if times < SLOW:
+        return ""
+    _, host = max(by_rank[slowest])  # where it was slowest: a job that was requeued may have moved
+    return f"rank {slowest} on {host} takes {times:.1f}x the median of the others for its own part of a step"

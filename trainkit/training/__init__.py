@@ -1,0 +1,1 @@
+"""What surrounds the training step."""

@@ -1,0 +1,388 @@
+"""Save the state of the training, resume from it later, and stop when Slurm asks.
+
+A checkpoint is one file, `epoch-E-step-S.pt`, made before step S (counted from 0) of epoch E; `Checkpoint`
+says what is in it. `Checkpoints` saves one after every epoch, within an epoch every --checkpoint-minutes, and
+when a signal stops the training. The two newest are kept: if the last one is damaged, a resume takes the one
+before it.
+"""
+
+import io
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainkit import job_folder
+from trainkit.config.options import Options
+from trainkit.devices import random_states, seed_gpus, set_random_states
+from trainkit.distributed import process_group
+from trainkit.errors import Stopped, UserError, first_line, tell
+from trainkit.files import check_writable, explained, locked
+from trainkit.record.records import RecordWriter
+from trainkit.signals import STOP_SIGNALS, hear_stop
+from trainkit.training import identity
+from trainkit.training.evaluation import PartialEpoch, diverged
+from trainkit.training.model import class_name, unwrapped
+from trainkit.training.precision import precision_of, set_precision
+from trainkit.training.state_file import fitting, load_parts, load_verified, refuse_shares, save, write
+
+if TYPE_CHECKING:
+    from trainkit.training.sharded import Sharded
+
+VERSION = 3  # of the fields of Checkpoint
+KEPT = 2  # checkpoints
+LOCK = ".lock"
+NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.pt")
+# The names of the parts that every training has. Run refuses them as names of the script's own parts.
+ALWAYS_THERE = ("model", "optimizer", "schedule", "stopping")
+
+
+@dataclass
+class Checkpoint:
+    """The content of one file. All of it is tensors, numbers, texts, and lists or dictionaries of them."""
+
+    epoch: int  # the epoch to go on with, counted from 1
+    partial_epoch: dict[str, object] | None  # the fields of PartialEpoch, if it was saved within that epoch
+    # The state_dict of each part by its name: the network without wrappers, the optimizer, the schedule, and
+    # what else the script keeps. A network that is split over the ranks is whole in it.
+    parts: dict[str, dict[str, object]]
+    split: bool  # the states of network and optimizer are those of Sharded, keyed by the names of the weights
+    each_rank: list[torch.Tensor] | None  # of each rank what the script keeps for it, as bytes of torch.save
+    random_numbers: list[list[torch.Tensor]]  # of each rank the states of its generators
+    training: dict[str, object]  # what makes another training: see Checkpoints._describe_training
+    precision: str  # that "--precision auto" has chosen
+    record: dict[str, object]  # what the record of the next start has to know of this one's
+    version: int = VERSION
+
+
+class Newest(NamedTuple):
+    """The newest checkpoint that can be read, and its file."""
+
+    path: Path
+    checkpoint: Checkpoint
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `--checkpoint-dir`; without that option nothing is saved.
+
+    Every rank creates one and calls its methods at the same points. With `--resume auto` it loads the newest
+    checkpoint into `model`, `parts`, `each_rank` (by name; each has a state_dict) and `record`, which only
+    rank 0 has. From then on the signals USR2 and SIGTERM mean: save at the next step and stop.
+
+    Raises:
+        UserError: if the folder cannot be written to, is another run's, holds another training, or
+            no checkpoint in it can be read.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        dataset: str,
+        model: nn.Module,
+        parts: dict[str, object],
+        record: RecordWriter | None,
+        sharded: "Sharded | None" = None,
+        each_rank: dict[str, object] | None = None,
+    ) -> None:
+        self._options = options
+        self._folder = options.checkpoint_dir
+        self._record = record
+        # Without the wrappers, so that every stage can load it.
+        self._model = unwrapped(model)
+        self._sharded = sharded
+        self._each_rank = each_rank or {}
+        self._parts = {"model": self._model} | parts
+        # Before anything is loaded, as the optimizer and the schedule are now as the script has made them.
+        self._training = self._describe_training(dataset)
+        if sharded:
+            del self._parts["model"], self._parts["optimizer"]
+        self._first_epoch = 1
+        self._partial_epoch: PartialEpoch | None = None
+        self._stop_asked = False
+        self._saved_at = time.monotonic()
+        if self._folder:
+            process_group.on_rank_0(self._open_folder)
+            self._resume()
+            hear_stop(self._ask_to_stop)
+        # A job blocks them until the training can handle them (slurm/job_env.sh).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    # --- what Run asks ------------------------------------------------------------------------------
+
+    def epochs(self) -> range:
+        """Return the epochs that remain to be trained."""
+        return range(self._first_epoch, self._options.epochs + 1)
+
+    def partial_epoch(self, epoch: int) -> PartialEpoch | None:
+        """Return the part of `epoch` that an earlier process trained, or None."""
+        return self._partial_epoch if epoch == self._first_epoch else None
+
+    def requests(self) -> tuple[bool, bool]:
+        """Return whether this rank was asked to stop, and whether it is time to save within the epoch.
+
+        The ranks then agree on a step (run.Agreement), and all call `save`.
+        """
+        overdue = time.monotonic() - self._saved_at > 60 * self._options.checkpoint_minutes
+        return self._stop_asked, self._folder is not None and process_group.is_rank_0() and overdue
+
+    def save(self, epoch: int, partial_epoch: PartialEpoch | None = None, stop: bool = False) -> None:
+        """Save the state before `epoch`, or within it; with `stop`, all ranks then stop.
+
+        Raises:
+            Stopped: with `stop`.
+            UserError: if the weights are not finite, or the file cannot be written; earlier checkpoints
+                are kept.
+        """
+        if not self._folder:
+            return
+        # In words of what is done: before the first step of an epoch, that is the epoch before it.
+        where = f"step {partial_epoch.steps} of epoch {epoch}" if partial_epoch else f"epoch {epoch - 1}"
+        self._check_finite(where)
+        # What all ranks have to give; rank 0 has the rest, and writes the file.
+        random_numbers = process_group.gather(random_states())
+        each_rank = process_group.gather(self._packed_each_rank()) if self._each_rank else None
+        of_sharded = self._sharded.state_dict() if self._sharded else {}
+        process_group.on_rank_0(
+            lambda: self._write(
+                epoch,
+                partial_epoch,
+                of_sharded=of_sharded,
+                each_rank=each_rank,
+                random_numbers=random_numbers,
+            )
+        )
+        self._saved_at = time.monotonic()
+        if stop:
+            text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
+            process_group.on_rank_0(lambda: report_stop(text, self._folder))
+            # After rank 0 has saved: a rank that left earlier would end the whole job step.
+            process_group.leave()
+            raise Stopped(text)
+        # What `epochs` and `finish` go by from now on.
+        self._first_epoch = epoch
+        self._partial_epoch = partial_epoch
+
+    def finish(self, ended: bool) -> None:
+        """Remove the checkpoints in a job's own folder, which are not needed after the end.
+
+        `ended`: the run has ended before its last epoch.
+        """
+        job = job_folder.here()
+        is_over = ended or not self.epochs()
+        if not (is_over and self._folder and job and process_group.is_rank_0()):
+            return
+        if self._folder.resolve().is_relative_to(job.resolve()):
+            with suppress(OSError):  # the run went well
+                for path in _checkpoints(self._folder):
+                    path.unlink(missing_ok=True)
+                (self._folder / LOCK).unlink(missing_ok=True)
+                self._folder.rmdir()
+
+    # --- saving -------------------------------------------------------------------------------------
+
+    def _ask_to_stop(self, *_: object) -> None:
+        self._stop_asked = True
+
+    def _check_finite(self, where: str) -> None:
+        trained = [weights for weights in self._model.parameters() if weights.requires_grad]
+        is_finite = all(weights.isfinite().all() for weights in trained)
+        if not all(process_group.gather(is_finite)):
+            raise diverged(f"the weights are no longer numbers after {where}")
+
+    def _packed_each_rank(self) -> torch.Tensor:
+        """Return this rank's own state as bytes, as its tensors may be on a device that rank 0 has not."""
+        content = io.BytesIO()
+        write({name: part.state_dict() for name, part in self._each_rank.items()}, content)
+        return torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
+
+    def _write(
+        self,
+        epoch: int,
+        partial_epoch: PartialEpoch | None,
+        of_sharded: dict[str, dict],
+        each_rank: list[torch.Tensor] | None,
+        random_numbers: list[list[torch.Tensor]],
+    ) -> None:
+        """Write a checkpoint, on rank 0, and remove those that are no longer needed."""
+        checkpoint = Checkpoint(
+            epoch=epoch,
+            partial_epoch=vars(partial_epoch) if partial_epoch else None,
+            parts=of_sharded | {name: one.state_dict() for name, one in self._parts.items()},
+            split=self._sharded is not None,
+            each_rank=each_rank,
+            random_numbers=random_numbers,
+            training=self._training,
+            precision=precision_of(self._model),
+            record=self._record.state_dict(),
+        )
+        refuse_shares(checkpoint.parts)
+        step = partial_epoch.steps if partial_epoch else 0
+        path = self._folder / f"epoch-{epoch}-step-{step}.pt"
+        advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
+        save("the checkpoint", vars(checkpoint), path, advice)
+        with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
+            for old in _checkpoints(self._folder)[:-KEPT]:
+                old.unlink()
+
+    # --- resuming -----------------------------------------------------------------------------------
+
+    def _open_folder(self) -> None:
+        fix = "give another --checkpoint-dir."
+        check_writable(self._folder, "checkpoints", fix)
+        held = f"another run saves its checkpoints in {self._folder}: wait for its end, or {fix}"
+        self._lock = locked(self._folder / LOCK, held)
+        for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
+            leftover.unlink(missing_ok=True)
+        if _checkpoints(self._folder) and self._options.resume == "never":
+            raise UserError(
+                f"{self._folder} holds the checkpoints of an earlier run: add --resume auto to go on "
+                "with it, or give another --checkpoint-dir."
+            )
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint, if there is one."""
+        # Only one rank reads the file, so that all ranks get the same one; on the others this is None.
+        newest = process_group.on_rank_0(self._read_newest)
+        # Of these each rank gets its own share, and none but rank 0 has all.
+        of_sharded: dict[str, dict] = {"model": {}, "optimizer": {}}
+        if newest and self._sharded:
+            of_sharded = {name: newest.checkpoint.parts.pop(name) for name in of_sharded}
+        newest = process_group.broadcast(newest)
+        if newest is None:
+            return
+        path, checkpoint = newest
+        with fitting(path, "give another --checkpoint-dir."):
+            load_parts(self._parts, checkpoint.parts)
+            if self._sharded:
+                self._sharded.load_state_dict(of_sharded)
+            self._load_each_rank(checkpoint.each_rank)
+        set_precision(self._model, checkpoint.precision)
+        _set_random_numbers(checkpoint.random_numbers, self._options.seed + 1000 * checkpoint.epoch)
+        self._first_epoch = checkpoint.epoch
+        self._partial_epoch = PartialEpoch(**checkpoint.partial_epoch) if checkpoint.partial_epoch else None
+        process_group.on_rank_0(lambda: self._record.load_state_dict(checkpoint.record))
+        process_group.on_rank_0(lambda: tell(f"resumed from {path}"))
+
+    def _read_newest(self) -> Newest | None:
+        """Return the newest checkpoint that can be read, if it is of this training; on rank 0."""
+        newest = _newest(self._folder)
+        if newest:
+            self._check_training(newest.path, newest.checkpoint)
+        return newest
+
+    def _load_each_rank(self, each_rank: list[torch.Tensor] | None) -> None:
+        if bool(self._each_rank) != bool(each_rank):
+            raise ValueError(f"it has {'a' if each_rank else 'no'} state of each rank")
+        if not each_rank:
+            return
+        if len(each_rank) != process_group.count():
+            raise ValueError(f"each of its {len(each_rank)} ranks has its own state: start as many ranks")
+        content = io.BytesIO(each_rank[process_group.rank()].numpy().tobytes())
+        load_parts(self._each_rank, torch.load(content, map_location="cpu", weights_only=True))
+
+    # --- which training it is -----------------------------------------------------------------------
+
+    def _describe_training(self, dataset: str) -> dict[str, object]:
+        """Return what makes another training: options, data, the network, optimizers and schedules."""
+        training = self._options.shaping() | {"dataset": dataset, "model": class_name(self._model)}
+        for name, part in self._parts.items():
+            if isinstance(part, torch.optim.Optimizer):
+                training[name] = identity.of_optimizer(part, split=self._sharded is not None)
+            elif isinstance(part, LRScheduler):
+                training[name] = type(part).__name__
+        return training
+
+    def _check_training(self, path: Path, checkpoint: Checkpoint) -> None:
+        """Raise a UserError if a checkpoint is of another training than this one."""
+        if checkpoint.split != (self._sharded is not None):
+            how = "split" if checkpoint.split else "not split"
+            raise UserError(f"the network of {path} is {how} over ranks: give another --checkpoint-dir.")
+        own = dict(self._training)
+        saved = dict(checkpoint.training)
+        if self._options.precision != "auto":  # which takes what the run chose at its start
+            own["precision"] = self._options.precision
+            saved["precision"] = checkpoint.precision
+        differ = [
+            f"{self._in_words(name)} {'not given' if saved.get(name) is None else saved[name]}"
+            for name in own | saved
+            if own.get(name) != saved.get(name)
+        ]
+        if differ:
+            raise UserError(
+                f"{path} was made with {', '.join(differ)}: give the same, or another --checkpoint-dir."
+            )
+
+    def _in_words(self, name: str) -> str:
+        is_option = name == "precision" or name in self._options.shaping()
+        return f"--{name.replace('_', '-')}" if is_option else f"the {name}"
+
+
+def _newest(folder: Path) -> Newest | None:
+    """Return the newest readable checkpoint; name damaged ones and set them aside.
+
+    Raises:
+        UserError: if there are checkpoints, and none can be read; or if it is of another version.
+    """
+    paths = _checkpoints(folder)
+    damaged = []
+    for path in reversed(paths):
+        try:
+            state = load_verified(path)
+        except Exception as error:  # PyTorch raises many kinds for a damaged file
+            if not damaged:
+                tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
+            damaged.append(path)
+            continue
+        for broken in damaged:  # otherwise it would count as the newest when old ones are removed
+            broken.replace(broken.with_suffix(".damaged"))
+        version = state.get("version")
+        if version != VERSION:
+            raise UserError(
+                f"{path} has version {version}, and this program reads {VERSION}: give another "
+                "--checkpoint-dir."
+            )
+        return Newest(path, Checkpoint(**state))
+    if paths:
+        raise UserError(f"no checkpoint in {folder} can be read: give another --checkpoint-dir.")
+    return None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints in `folder`, oldest first; no other file has such a name."""
+    found = []
+    for path in folder.iterdir():
+        if name := NAME.fullmatch(path.name):
+            epoch, step = int(name[1]), int(name[2])
+            found.append((epoch, step, path))
+    return [path for _, _, path in sorted(found)]
+
+
+def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
+    """Restore this rank's generators; seed new ones if the ranks or GPUs were others when they were saved."""
+    rank = process_group.rank()
+    ranks = process_group.count()
+    if len(of_all_ranks) == ranks and set_random_states(of_all_ranks[rank]):
+        return
+    torch.manual_seed(seed + rank)
+    if ranks == 1:  # DataParallel's GPUs all belong to one process
+        seed_gpus(seed)
+
+
+def report_stop(text: str, folder: Path) -> None:
+    """Print that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
+
+    Raises:
+        UserError: if the note for slurm/job_env.sh cannot be written.
+    """
+    tell(text)
+    what = f"{text}, but not by itself, as {job_folder.here()} cannot be written to"
+    with explained(what, f"submit it again, to go on from {folder.absolute()}."):
+        job_folder.note_stop(folder)

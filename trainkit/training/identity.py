@@ -1,0 +1,254 @@
+"""What identifies a training, taken from what is at hand: optimizer, schedule, network, script and arguments.
+
+Each is a text of words, `name=value` or a name alone, so that a table can show the words in which two
+trainings differ (compare/variants.py).
+"""
+
+import hashlib
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainkit.distributed import process_group
+from trainkit.training.model import unwrapped
+from trainkit.training.optim import KERNELS
+
+LONGEST_VALUE, LONGEST_TEXT = 60, 2_000  # characters: what is longer is told by its digest
+MOST_KINDS = 20  # of modules, that are named in words
+# What the state_dict of a schedule of PyTorch's has besides its constants.
+OF_A_STEP = {"last_epoch", "base_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"}
+# Under these names a wrapper of PyTorch's has the module itself; training/model.py knows the others.
+WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# Arguments that say where something is or goes, how long the training takes, or where its ranks meet. By
+# their whole name, their first and their last word.
+# fmt: off
+NO_IDENTITY = {
+    "epochs", "epoch", "num_epochs", "n_epochs", "max_epochs", "min_epochs", "total_epochs", "start_epoch",
+    "num_train_epochs", "steps", "num_steps", "max_steps", "iters", "max_iters", "iterations", "max_time",
+    "output", "out", "checkpoint", "ckpt", "snapshot", "run_id", "run_name", "exp_name", "experiment",
+    "experiment_name", "tag", "comment", "notes", "verbose",
+    "local_rank", "rank", "node_rank", "nr", "device", "gpu", "gpu_ids", "device_ids", "init_method",
+    "dist_backend", "ddp", "distributed", "multiprocessing_distributed",
+}
+NO_IDENTITY_FIRST = {"resume", "save", "log", "print", "wandb", "tensorboard", "master", "rdzv"}
+NO_IDENTITY_LAST = {
+    "dir", "directory", "folder", "root", "path", "url", "host", "addr", "port", "seed",
+    "outdir", "logdir", "workdir", "savedir", "datadir",
+}
+# fmt: on
+OF_DEVICES = {"gpus", "devices", "nodes", "nproc", "procs", "processes", "ranks", "world"}
+
+
+def base_lr(optimizer: torch.optim.Optimizer, group: int = 0) -> float:
+    """Return the learning rate of a group of weights before any schedule; NaN if it finds its own."""
+    of_group = optimizer.param_groups[group]
+    # One that has made steps may follow a schedule that is no object of PyTorch's.
+    given = optimizer.defaults.get("lr") if optimizer.state else of_group.get("lr")
+    lr = of_group.get("initial_lr", given)
+    return math.nan if lr is None else float(lr)
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer, split: bool = False) -> str:
+    """Describe an optimizer without its learning rate, as `SGD momentum=0.9 dampening=0 weight_decay=0`.
+
+    What differs between its groups of weights is listed in their order, as `weight_decay=0.1|0`, and the
+    learning rates by their ratio to the first, as `lr=x1|x0.1`.
+
+    Args:
+        split: each rank has some of the weights, so that their number is not told.
+    """
+    groups = optimizer.param_groups
+    # OneCycleLR and CyclicLR change these in every step.
+    cycled = {"momentum", "betas"} if any("max_momentum" in group for group in groups) else set()
+    # AdamW is Adam with this one, and lists it from PyTorch 2.7 on.
+    implied = {"decoupled_weight_decay"} if isinstance(optimizer, torch.optim.AdamW) else set()
+    said = {}
+    for name, default in optimizer.defaults.items():
+        if name not in KERNELS | implied | {"lr"}:
+            values = [default if name in cycled else group.get(name, default) for group in groups]
+            said[name] = _of_groups(values)
+    rates = [base_lr(optimizer, number) for number in range(len(groups))]
+    if len(set(rates)) > 1:
+        said["lr"] = _of_groups([f"x{rate / rates[0] if rates[0] else rate:.4g}" for rate in rates])
+    if len(groups) > 1 and not split:
+        said["tensors"] = _short("|".join(str(len(group["params"])) for group in groups))
+    return _fitting(" ".join([type(optimizer).__name__, *_words(said)]))
+
+
+def of_schedule(schedule: object) -> str:
+    """Describe a learning rate schedule by class and constants, as `StepLR step_size=30 gamma=0.1`."""
+    schedule = getattr(schedule, "scheduler", schedule)  # Accelerate wraps it
+    if schedule is None:
+        return ""
+    state = schedule.state_dict() if hasattr(schedule, "state_dict") else {}
+    constants = {
+        name: value if value is True else _word(value)
+        for name, value in state.items()
+        if not name.startswith("_") and name not in OF_A_STEP and value is not None and value is not False
+    }
+    own = " ".join([type(schedule).__name__, *_words(constants)])
+    return _fitting(" + ".join([own, *map(of_schedule, getattr(schedule, "_schedulers", ()))]))
+
+
+def of_network(networks: Mapping[str, nn.Module], split: bool = False) -> str:
+    """Describe networks by the kinds of their layers and a digest of their structure, as `Linear=2 Tanh=1`.
+
+    Args:
+        split: each rank has some of the layers, under names that no other rank has.
+    """
+    own = {}
+    for name, network in networks.items():
+        for place, module in _layers(network, name, set()):
+            settings = re.sub(" at 0x[0-9a-f]+", "", module.extra_repr())  # the address of a function
+            own[place] = _kind(module), settings, not module._modules
+    if split:
+        own = {place: module for one in process_group.gather(own) for place, module in one.items()}
+    kinds = Counter(kind for kind, _, is_layer in own.values() if is_layer)
+    words = [f"{kind}={count}" for kind, count in sorted(kinds.most_common(MOST_KINDS))]
+    return _fitting(" ".join([*words, f"structure={_digest(repr(sorted(own.items())).encode())}"]))
+
+
+def of_script() -> str:
+    """Return the name of the running script and a digest of its text; "" in a notebook."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file:
+        with suppress(OSError):
+            return f"{Path(file).name[:100]} {_digest(Path(file).read_bytes())}"
+    return ""
+
+
+def of_arguments(
+    known: Mapping[str, object], devices: int, nodes: int, batch: int, elsewhere: Collection[str] = ()
+) -> str:
+    """Describe the arguments of the running script that may make it another training, as `--dropout=0.1`.
+
+    Left out is what says where, how long or on how many devices, and what other columns of the record say.
+
+    Args:
+        known: what other columns say, by name: an argument of that name and value is left out.
+        devices, nodes, batch: an argument for their number, or for the batch of each device, is left out.
+        elsewhere: names of arguments that other columns have, whatever their value.
+    """
+    if not of_script():
+        return ""
+    counts = {_number(count) for count in (devices, nodes, devices // nodes)}
+    sizes = {_number(size) for size in (batch, batch // max(devices, 1))}
+    said = []
+    for flag, value in _arguments(sys.argv[1:]):
+        name = flag.strip("-+~=").lower().replace("-", "_").rpartition(".")[2]
+        parts = name.split("_")
+        if name in NO_IDENTITY or name in elsewhere or parts[0] in NO_IDENTITY_FIRST:
+            continue
+        if parts[-1] in NO_IDENTITY_LAST and not name.endswith("or_path"):
+            continue
+        number = _number(value)
+        of_batch = "batch" in name or name in ("bs", "b")
+        if (OF_DEVICES & {*parts} and number in counts) or (of_batch and number in sizes):
+            continue
+        if (name in known and number == _number(known[name])) or _is_a_place(value):
+            continue
+        file = Path(value).name if value.startswith("/") else value
+        said.append("=".join(filter(None, [flag.strip("=") or "argument", _word(file)])))
+    return _fitting(" ".join(sorted(said)))
+
+
+def _is_a_place(value: str) -> bool:
+    """Return whether an argument is a folder, also one that the script is going to make."""
+    with suppress(OSError):  # a list of words may be longer than a name
+        to_be_made = value.startswith(("/", "./", "../")) and not Path(value).is_file()
+        return value != "" and (to_be_made or Path(value).is_dir())
+    return False
+
+
+def _arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each option with its value, several joined by commas, and each value that belongs to none."""
+    flag, values = "", []
+    for word in [*words, "--"]:
+        is_option, is_setting = re.match(r"--?[A-Za-z]|--$", word), re.match(r"[+~]{0,2}[\w.@/-]+=", word)
+        if not (is_option or is_setting):  # a setting is Hydra's: name=value
+            values.append(word)
+            continue
+        if flag:
+            yield flag, ",".join(values)
+        else:
+            yield from (("", value) for value in values)
+        flag, equals, value = word.partition("=")
+        values = [value] if equals else []
+        if flag == "--":
+            flag = ""
+
+
+def _layers(network: nn.Module, place: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module of a network once, with its place, and without those that only wrap another one."""
+    network = unwrapped(network)
+    if wrapped := WRAPPED & network._modules.keys():
+        yield from _layers(network._modules[min(wrapped)], place, seen)
+    elif network not in seen:
+        seen.add(network)
+        yield place, network
+        for name, child in network.named_children():
+            yield from _layers(child, f"{place}.{name}", seen)
+
+
+def _kind(module: nn.Module) -> str:
+    # On several devices it is SyncBatchNorm, which makes it the same training as on one.
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return "BatchNorm"
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def _of_groups(values: Sequence[object]) -> object:
+    """Return the value that all groups have, or one word for all."""
+    words = [_word(value) for value in values]
+    if len(set(words)) > 1:
+        return _short("|".join(words))
+    return values[0] if values[0] is None or isinstance(values[0], bool) else words[0]
+
+
+def _words(said: Mapping[str, object]) -> list[str]:
+    said = {name: value for name, value in said.items() if value is not None and value is not False}
+    return [name if value is True else f"{name}={value}" for name, value in said.items()]
+
+
+def _word(value: object) -> str:
+    """Return a value without spaces, and without the address of an object."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, Counter):  # the milestones of MultiStepLR
+        value = sorted(value.elements())
+    if isinstance(value, (list, tuple)):
+        return _short(",".join(map(_word, value)))
+    if isinstance(value, (bool, type(None))):
+        return str(value)
+    if isinstance(value, (int, float)):
+        return f"{value:.6g}"
+    if isinstance(value, str):
+        return _short("_".join(value.split()))
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _number(value: object) -> str:
+    """Return a number as one reads it, so that 0.10 is 0.1; anything else as it is."""
+    with suppress(TypeError, ValueError):
+        return f"{float(value):.6g}"
+    return str(value)
+
+
+def _fitting(text: str) -> str:
+    """Return a text that the record can hold."""
+    return text if len(text) <= LONGEST_TEXT else _digest(text.encode())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_VALUE else _digest(text.encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]

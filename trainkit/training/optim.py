@@ -1,0 +1,52 @@
+"""The recipes: optimizer and learning rate schedule, both stepped after every batch."""
+
+from weakref import WeakSet
+
+import torch
+from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, OneCycleLR, StepLR
+
+from trainkit.config.options import Options
+
+KERNELS = {"capturable", "foreach", "fused"}  # how an optimizer computes; they change no result
+MADE = WeakSet()  # the optimizers and schedules that come from here
+OF_OPTIMIZER, OF_SCHEDULE = {"recipe", "lr", "lr_scale"}, {"gamma", "lr_warmup_images"}  # options
+
+
+def optimizer_and_schedule(
+    options: Options, model: torch.nn.Module, steps_per_epoch: int
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Return the optimizer for `model` and its learning rate schedule, as `--recipe` says."""
+    optimizer, schedule = _of_recipe(options, model, steps_per_epoch)
+    MADE.update((optimizer, schedule))
+    return optimizer, schedule
+
+
+def _of_recipe(
+    options: Options, model: torch.nn.Module, steps_per_epoch: int
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    weights, lr = model.parameters(), options.scaled_lr
+    if options.recipe == "fast":
+        # fused: one kernel for the whole step. Older releases refuse the strides of DataParallel's gradients.
+        fused = not isinstance(model, torch.nn.DataParallel)
+        optimizer = torch.optim.Adam(weights, lr=lr, fused=fused, foreach=not fused)
+        return optimizer, OneCycleLR(optimizer, lr, total_steps=options.epochs * steps_per_epoch)
+    # foreach: one kernel for all tensors instead of one for each.
+    if options.recipe == "sgd":
+        optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9, nesterov=True, foreach=True)
+    else:
+        optimizer = torch.optim.Adadelta(weights, lr=lr, foreach=True)
+    schedule = StepLR(optimizer, step_size=steps_per_epoch, gamma=options.gamma)
+    # Counted in images: a step's learning rate is that of its last image.
+    warmup_steps = options.lr_warmup_images // options.batch_size
+    if warmup_steps > 1:
+        warmup = LinearLR(optimizer, start_factor=1 / warmup_steps, total_iters=warmup_steps - 1)
+        schedule = _Chained([schedule, warmup])
+    return optimizer, schedule
+
+
+class _Chained(ChainedScheduler):
+    """A ChainedScheduler that counts its steps in `last_epoch`, as other schedules do."""
+
+    @property
+    def last_epoch(self) -> int:
+        return self._schedulers[0].last_epoch

@@ -1,0 +1,280 @@
+"""The record of a training with a loop from elsewhere: Accelerate's, Fabric's, or your own."""
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainkit.config import options
+from trainkit.devices import reset_peak_memory
+from trainkit.distributed import process_group
+from trainkit.errors import UserError, first_line, quiet_without_run
+from trainkit.record.columns import OWN_LOOP
+from trainkit.record.records import ALL_EPOCHS, ITS_LOOP, SAME, RecordWriter, Row
+from trainkit.signals import STOP_SIGNALS, hear_stop
+from trainkit.training import facts as facts_of
+from trainkit.training import identity, screen
+from trainkit.training.checkpoint import report_stop
+from trainkit.training.drift import Drift
+from trainkit.training.model import trained_weights
+from trainkit.training.run import Agreement, rows_of_ranks
+from trainkit.training.state_file import fitting, load_parts, load_verified, save
+from trainkit.training.weights import check_equal, check_whole, inner_optimizer
+
+IF_SPLIT = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."
+
+
+class Recorder:
+    """Writes the record of a training with another loop, and reports when it has to stop.
+
+    Every rank creates one after the process group, and calls its methods at the same points; rank 0
+    writes. `first_epoch` is 1, or follows the last epoch of `load`.
+
+    Args:
+        name: the training's name in the record.
+        model, optimizer: on the device that they train on, wrapped or not.
+        batch_size: the global batch size: samples per optimizer step of all ranks together.
+        epochs: the number planned.
+        dataset: its name.
+        settings: other settings that identify the training, such as {"hidden": 256}.
+        precision: such as "bf16", if the layers do not compute in the type of the weights.
+        schedule: of the learning rate, for the record; without it the rates tell two schedules apart.
+        weights_differ: between the ranks, rightly, as in local SGD or in a pipeline. Otherwise the training
+            ends after the first epoch if each rank has trained by itself.
+        results_dir: by default that of the job, or `results` in this checkout.
+
+    Raises:
+        UserError: if several processes have no process group, a setting cannot be recorded, or the results
+            cannot be written.
+    """
+
+    _asked = False  # to stop, of all in this process
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batch_size: int,
+        epochs: int,
+        dataset: str,
+        settings: dict[str, object] | None = None,
+        precision: str = "",
+        schedule: object | None = None,
+        weights_differ: bool = False,
+        results_dir: Path | str | None = None,
+    ) -> None:
+        quiet_without_run()
+        self._optimizer = inner_optimizer(optimizer)
+        self._device, self._batch_size = next(model.parameters()).device, batch_size
+        here = process_group.joined(self._device)
+        results = Path(results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS)
+        lr = identity.base_lr(self._optimizer)
+        facts = facts_of.of_start(here, model, dataset) | {
+            "stage": name,
+            "devices": here.size,
+            "global_batch": batch_size,
+            "batch_per_device": batch_size // here.size,
+            "recipe": OWN_LOOP,
+            "loader": "workers",
+            "lr": lr,
+            "gamma": math.nan,
+            "parameters": trained_weights(model),
+            "settings": options.in_words(settings or {}),
+            "optimizer": identity.of_optimizer(self._optimizer),
+            "schedule": identity.of_schedule(schedule),
+            "network": identity.of_network({"model": model}),
+        }
+        if precision:
+            facts["precision"] = precision
+        known = self._optimizer.defaults | (settings or {}) | {"lr": lr, "learning_rate": lr}
+        known |= {"wd": known.get("weight_decay"), "optimizer": type(self._optimizer).__name__}
+        facts["arguments"] = identity.of_arguments(known, here.size, here.nodes, batch_size)
+        self._epochs = epochs
+        self._record = process_group.on_rank_0(lambda: _open_record(results.absolute(), facts))
+        # What an optimizer that has made steps began with is known from the record alone.
+        self._must_be_equal = (*SAME, "precision")
+        if not self._optimizer.state:
+            self._must_be_equal += ("optimizer", "lr")
+        self.first_epoch = self._epoch = 1
+        self._drift = None if weights_differ else Drift([model])  # until the first epoch is compared
+        self._agreement, self._stop = None, False
+
+    def should_stop(self) -> bool:
+        """Return whether USR2 or SIGTERM asked any rank to stop; the answer is the same on all ranks.
+
+        Call it in every step. From the first call on, such a signal does not end the process.
+        """
+        if self._agreement is None:
+            self._agreement = Agreement(self._device)
+            hear_stop(self._ask_to_stop)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if not self._stop and self._agreement.due():
+            (self._stop,) = self._agreement.ask(Recorder._asked)
+        return self._stop
+
+    def _ask_to_stop(self, *_: object) -> None:
+        Recorder._asked = True
+
+    def epoch(self, samples: int, seconds: float, loss: float, **metrics: float) -> None:
+        """Write the row of the next epoch, from each rank's own numbers.
+
+        Args:
+            samples: that this rank trained on; the record has the sum over all ranks.
+            seconds: that it took, by a clock that waited for the GPU; the slowest rank counts.
+            loss: its mean loss per sample; the record has the mean over the samples of all ranks.
+            metrics: `test_samples`, `test_seconds`, `test_loss` and `accuracy` (%) of its share of the test
+                become columns. Others, means over its samples, go to `<run_id>.metrics.tsv`.
+
+        Raises:
+            UserError: if a number makes no sense, the row cannot be written, or each rank has trained by
+                itself. Earlier epochs are kept.
+        """
+        known = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
+        given = {"samples": samples, "seconds": seconds, "loss": loss} | known | metrics
+        try:
+            own = {name: float(value) for name, value in given.items()}
+            own |= {name: int(own[name]) for name in ("samples", "test_samples")}
+            for name, value in own.items():
+                below = value < 0 and name in ("samples", "seconds", *known) and name != "test_loss"
+                if math.isinf(value) or below or (name == "accuracy" and value > 100):
+                    raise ValueError(f"{name} is {value}")
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            mistake = f"epoch {self._epoch} has a value that makes no sense ({first_line(error)})"
+            raise UserError(f"{mistake}: give one for each name.") from None
+        of_ranks = process_group.gather(own)
+        if any(one.keys() != given.keys() for one in of_ranks):
+            raise UserError(f"the ranks give epoch {self._epoch} other metrics: give the same names on all.")
+        if self._drift:
+            self._drift.check()
+            self._drift = None
+        of_devices = rows_of_ranks(self._epoch, self._device, math.nan, math.nan)
+        means = {name: _mean(of_ranks, name) for name in given}
+        trained = sum(one["samples"] for one in of_ranks)
+        slowest = max(one["seconds"] for one in of_ranks)
+        row = {
+            "epoch": self._epoch,
+            "steps": max(1, trained // self._batch_size),
+            "images": trained,
+            "train_seconds": slowest,
+            "images_per_s": trained / (slowest or math.nan),
+            "train_loss": means["loss"],
+            "test_images": sum(one["test_samples"] for one in of_ranks),
+            "eval_seconds": max(one["test_seconds"] for one in of_ranks),
+            "test_loss": means["test_loss"],
+            "test_accuracy": means["accuracy"],
+            "learning_rate": float(self._optimizer.param_groups[0].get("lr") or 0),
+            "peak_memory_mb": max(one["peak_memory_mb"] for one in of_devices),
+        }
+        of_epoch = [
+            {"epoch": self._epoch, "metric": name, "of": "epoch", "value": means[name]}
+            for name in metrics
+            if name not in known
+        ]
+        process_group.on_rank_0(lambda: self._write_row(row, of_devices, of_epoch))
+        self._epoch += 1
+        reset_peak_memory()
+
+    def _write_row(self, row: Row, of_devices: list[Row], metrics: list[Row]) -> None:
+        row = self._record.add(row, of_devices, metrics)
+        screen.tell_epoch(row, of_devices, self._epochs)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state that a checkpoint has to keep to continue the record; rank 0's counts."""
+        return self._record.state_dict() | {"epoch": self._epoch - 1} if self._record else {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on from an earlier start, on every rank from rank 0's `state_dict`, in a record of its own.
+
+        Raises:
+            UserError: if it is not such a state, or of another training.
+        """
+        try:
+            process_group.on_rank_0(lambda: self._check_same(state))
+            process_group.on_rank_0(lambda: self._record.load_state_dict(state))
+            self.first_epoch = self._epoch = state["epoch"] + 1
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(f"this state is of another training, or of none ({error}): start over.") from None
+
+    def _check_same(self, state: dict[str, object]) -> None:
+        """Raise a ValueError if a start of another training has saved `state`."""
+        for name in self._must_be_equal:
+            before, now = state["facts"][name], self._record.facts[name]
+            if str(before) != str(now):  # NaN is NaN
+                raise ValueError(f"its {name} is {before}, not {now}")
+
+    def save(self, path: Path | str, parts: dict[str, object]) -> None:
+        """Write rank 0's state_dict of each of `parts`, and of this record, to `path`, whole or not at all.
+
+        Raises:
+            UserError: if that fails, or a part is split over the ranks; an earlier file is kept.
+        """
+        if "record" in parts:
+            raise UserError("`record` is the name of the Recorder's own part: give another.")
+        _check(parts)
+        state = {name: part.state_dict() for name, part in parts.items()} | {"record": self.state_dict()}
+        advice = "free the space, or give another. The earlier file and the record are kept."
+        process_group.on_rank_0(lambda: save("the training", state, Path(path), advice))
+
+    def load(self, path: Path | str, parts: dict[str, object]) -> None:
+        """Continue on every rank from what `save` has written, if `path` exists.
+
+        Raises:
+            UserError: if it cannot be read, or is of another training; or if a part is split over the ranks,
+                which `save` would refuse later.
+        """
+        _check(parts)
+        if not process_group.broadcast(os.path.lexists(path)):
+            return
+        with fitting(Path(path), "move it away to start over."):
+            # Rank 0's file, as another node may have another of this name, or none yet.
+            state = process_group.on_rank_0(lambda: self._read(Path(path)))
+            state, parts = process_group.broadcast(state), parts | {"record": self}
+            load_parts(parts, state)
+
+    def _read(self, path: Path) -> dict:
+        """Return what `save` has written, if it is of this training."""
+        state = load_verified(path)
+        self._check_same(state["record"])
+        return state
+
+    def finish(self, saved: Path | str | None = None) -> None:
+        """Print where the record is, or where a stopped training has `saved`: its job is then requeued.
+
+        Raises:
+            UserError: if the job's folder cannot be written to.
+        """
+        if saved and not process_group.broadcast(Path(saved).exists()):
+            raise UserError(f"stopped by a signal before there was a {saved}: give the job more time.")
+        process_group.on_rank_0(lambda: self._tell_end(saved))
+
+    def _tell_end(self, saved: Path | str | None) -> None:
+        if saved:
+            report_stop(f"stopped by a signal; saved in {saved}", Path(saved))
+        else:
+            self._record.finish(ALL_EPOCHS if self._epoch > self._epochs else ITS_LOOP)
+            screen.tell_end(self._record, self._epochs)
+
+
+def _open_record(results_dir: Path, facts: Row) -> RecordWriter:
+    record = RecordWriter(results_dir / "runs", facts)
+    screen.tell_start(record.facts)
+    return record
+
+
+def _check(parts: dict[str, object]) -> None:
+    check_whole(parts, IF_SPLIT)
+    check_equal(parts, IF_SPLIT)
+
+
+def _mean(of_ranks: list[dict[str, float]], name: str) -> float:
+    """Return the mean over the samples of all ranks, or over the ranks if their samples are unknown."""
+    of_test = name in ("test_loss", "accuracy")
+    weights = [one["test_samples" if of_test else "samples"] for one in of_ranks]
+    weights = weights if any(weights) else [1] * len(weights)
+    pairs = zip(of_ranks, weights, strict=True)
+    return sum(one[name] * weight for one, weight in pairs if weight) / sum(weights)

@@ -1,0 +1,163 @@
+"""States of a training in files: written whole or not at all, and loaded without running anything.
+
+A state is a dictionary of state_dicts and numbers, as torch.save writes it. The checkpoints, the Recorder's
+own files, and the weights at the end of a run are such files.
+"""
+
+import pickle
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from trainkit.errors import UserError, first_line, lost_peers, reason
+from trainkit.files import replacing
+from trainkit.training.optim import KERNELS
+from trainkit.training.weights import IF_SPLIT, inner_optimizer, is_split
+
+
+def save(what: str, state: dict[str, object], path: Path, advice: str, check: bool = True) -> None:
+    """Write `state` to `path`: after a kill or on a full disk `path` has what it had before.
+
+    Args:
+        what: is written, for the error: "the checkpoint".
+        advice: for the error: what to do then.
+        check: refuse what `load_verified` would not load again.
+
+    Raises:
+        UserError: "<what> cannot be written to <path> (<reason>): <advice>"; also as `write` does.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, "wb") as file:
+            write(state, file, check)
+    except (OSError, RuntimeError) as error:  # PyTorch raises the second on a full disk
+        raise UserError(f"{what} cannot be written to {path} ({reason(error)}): {advice}") from None
+
+
+def write(state: dict[str, object], file: BinaryIO, check: bool = True) -> None:
+    """Write `state` to an open file, as torch.save does; with `check`, refuse what could not be loaded again.
+
+    Raises:
+        UserError: if a tensor in `state` is split over the ranks, or it has other than tensors, numbers and
+            texts, which could run a program when they are loaded.
+    """
+    refuse_shares(state)
+    torch.save(state, file)
+    # PyTorch before 2.6 cannot tell. This reads the names in the file, not its tensors.
+    if check and hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
+        file.seek(0)
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(getattr(file, "name", file))
+        if unsafe:
+            raise UserError(
+                f"tensors, numbers and texts can be saved, not all here ({unsafe[0]}): convert them."
+            )
+
+
+def refuse_shares(parts: dict[str, object]) -> None:
+    """Check that no state in `parts` has a tensor of which this rank has only a share.
+
+    Raises:
+        UserError: "<name> is split over the ranks, ...". It was split after Run or Recorder had looked.
+    """
+    for name, part in parts.items():
+        if any(is_split(tensor) for tensor in _tensors(part)):
+            raise UserError(f"{name} is split over the ranks, and only a part of it is here: {IF_SPLIT}")
+
+
+def _tensors(state: object) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for inner in state.values():
+            yield from _tensors(inner)
+    elif isinstance(state, (list, tuple)):
+        for inner in state:
+            yield from _tensors(inner)
+
+
+def load_verified(path: Path) -> dict[str, object]:
+    """Return what `save` has written to `path`, in the memory of the CPU.
+
+    Raises:
+        ValueError: if the file is damaged, or holds more than tensors and numbers, which could run a program.
+            For a file of another kind PyTorch also raises other errors.
+    """
+    # torch.save writes a zip with a checksum of each tensor, and PyTorch is built not to compare them
+    # (MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS in its CMakeLists): a wrong weight would be loaded in silence.
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except zipfile.BadZipFile as error:
+        raise ValueError(first_line(error)) from None
+    if damaged:
+        raise ValueError(f"wrong checksum of {damaged}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # PyTorch's own message advises loading it anyway
+        raise ValueError("it holds more than tensors and numbers, and that is never loaded") from None
+
+
+@contextmanager
+def fitting(path: Path, advice: str) -> Iterator[None]:
+    """Turn what is raised for a state of another training into one sentence.
+
+    Raises:
+        UserError: "<path> does not fit this training (<reason>): <advice>".
+    """
+    try:
+        yield
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        if lost_peers(error):
+            raise
+        raise UserError(f"{path} does not fit this training ({first_line(error)}): {advice}") from None
+
+
+def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
+    """Load into each of `parts` what `state` has under its name.
+
+    Raises:
+        ValueError: if `state` has other names. For what does not fit, PyTorch also raises other errors.
+    """
+    for name in parts:
+        if name not in state:
+            raise ValueError(f"it has no state of {name}")
+    for name in state:
+        if name not in parts:
+            raise ValueError(f"it also has the state of {name}")
+    for name, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer):
+            _load_optimizer(part, state[name])
+        else:
+            part.load_state_dict(state[name])
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, object]) -> None:
+    """Load the state of an optimizer, which computes with the kernels that this process has chosen for it.
+
+    The checkpoint may come from another stage or device: with DataParallel, for example, older releases of
+    PyTorch refuse fused kernels.
+    """
+    inner = inner_optimizer(optimizer)
+    for saved, own in zip(state["param_groups"], inner.param_groups, strict=False):  # PyTorch compares them
+        saved.update({name: own[name] for name in KERNELS & own.keys()})
+    optimizer.load_state_dict(state)
+    _lay_out(inner.state)
+
+
+@torch.no_grad()
+def _lay_out(state: dict[torch.Tensor, dict[str, object]]) -> None:
+    """Lay out in memory what an optimizer keeps for each number of a parameter as the parameter itself is.
+
+    The network is in channels_last in stage 03 and not in the others, and PyTorch loads a tensor with the
+    strides that it was saved with. A fused optimizer pairs the numbers of both by their place in memory: it
+    would train on with the wrong ones, without a word.
+    """
+    for parameter, kept in state.items():
+        for key, value in kept.items():
+            same_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if same_shape and value.stride() != parameter.stride():
+                kept[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

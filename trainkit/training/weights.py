@@ -1,0 +1,78 @@
+"""Whether a rank has all of the weights, and the same as the others: what rank 0 saves counts for all."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from trainkit.distributed import process_group
+from trainkit.errors import UserError
+
+IF_SPLIT = "give Run sharded=Sharded(model, optimizer), or use torch.distributed.checkpoint in your own loop."
+
+
+def is_split(value: object) -> bool:
+    """Return whether this is a tensor of which the rank has only a part, as the other ranks have the rest."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    # A DTensor, whose module differs between releases; a ShardedTensor; a weight of the earlier FSDP.
+    return hasattr(value, "to_local") or hasattr(value, "local_shards") or hasattr(value, "_is_flat_param")
+
+
+def is_in_earlier_fsdp(network: nn.Module) -> bool:
+    """Return whether any part of a network is in FullyShardedDataParallel, which came before fully_shard."""
+    return any(type(module).__name__ == "FullyShardedDataParallel" for module in network.modules())
+
+
+def inner_optimizer(optimizer: object) -> object:
+    """Return the optimizer of PyTorch's that Accelerate or Fabric has wrapped, or what is given."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def check_whole(parts: dict[str, object], way: str) -> None:
+    """Check that each of `parts` is whole on this rank: torch.save would write a share without a word.
+
+    Raises:
+        UserError: "<name> is split over the ranks, ...: <way>".
+    """
+    for name, part in parts.items():
+        if _is_shared_out(part):
+            raise UserError(f"{name} is split over the ranks, and rank 0's part would be saved as all: {way}")
+
+
+def check_equal(parts: dict[str, object], way: str) -> None:
+    """Check that each of `parts` has weights of the same names and shapes on all ranks; call it on all.
+
+    Raises:
+        UserError: "<name> has other weights on rank <N> ...: <way>".
+    """
+    shapes = {
+        name: {label: tuple(value.shape) for label, value in _weights_of(part)}
+        for name, part in parts.items()
+    }
+    first, *others = process_group.gather(shapes)
+    for rank, other in enumerate(others, start=1):
+        for name, own in first.items():
+            if other.get(name, own) != own:
+                told = f"{name} has other weights on rank {rank} than on rank 0"
+                raise UserError(f"{told}, which alone would be saved: {way}")
+
+
+def _is_shared_out(part: object) -> bool:
+    if hasattr(part, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
+        return True
+    # Its own state_dict puts the weights together in a meeting of all ranks, and leaves the optimizer's.
+    if isinstance(part, nn.Module) and is_in_earlier_fsdp(part):
+        return True
+    return any(is_split(value) for _, value in _weights_of(part))
+
+
+def _weights_of(part: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and the weights of a network, or those that an optimizer trains."""
+    optimizer = inner_optimizer(part)
+    if isinstance(part, nn.Module):
+        yield from part.named_parameters()
+        yield from part.named_buffers()
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        for number, group in enumerate(optimizer.param_groups):
+            yield from ((f"{number} {place}", weights) for place, weights in enumerate(group["params"]))

@@ -1,0 +1,1 @@
+"""The exercises: the list, their checks, hints and solutions."""
