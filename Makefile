@@ -71,7 +71,7 @@ bench: $(VENV)/ready
 
 # What the lessons are made of: diffs and tables that the READMEs quote, the notebook's outputs.
 lessons: $(VENV)/ready
-	@$(RUN) tests/lessons.py
+	@$(RUN) tools/lessons.py
 
 # Needs no packages of Python: it works before the environment is set up.
 cluster-up:

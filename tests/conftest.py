@@ -85,8 +85,8 @@ LONG = {"cluster"}
 LONG_FILES = {
     f"test_{name}"
     for name in (
-        *("beyond", "gpt", "lightning", "sharded", "tabular", "vae_counts", "worked"),
-        *("breakdown", "fast_devices", "faults", "starting"),
+        *("beyond", "gpt", "lightning", "sharded", "tabular", "vae_counts", "worked_trainings"),
+        *("breakdown", "capture", "storage_failures", "torchrun"),
     )
 }
 CLUSTERS = 2

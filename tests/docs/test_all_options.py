@@ -103,6 +103,7 @@ WITHOUT = {
     "trainkit/jobs/plain.py",  # started by the job scripts
     "trainkit/distributed/torchrun.py",  # torchrun's own
     "trainkit/workshop/learn.py",
+    "tools/lessons.py",
 }
 
 

@@ -195,7 +195,7 @@ def test_a_reset_keeps_what_was_written(clock: Learner) -> None:
         assert (clock.mine / "clock.py").read_text() == (CLOCK / "starter" / "clock.py").read_text()
 
 
-def test_the_solution(clock: Learner) -> None:
+def test_the_solution_is_shown_as_a_difference(clock: Learner) -> None:
     shown = clock.do("solution", "clock").stdout.splitlines()
     assert [line for line in shown if "prediction" in line] == ["-prediction = ?", "+prediction = high"]
     assert sum(line.startswith("+++ solution/") for line in shown) == 2

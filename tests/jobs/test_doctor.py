@@ -225,7 +225,7 @@ def test_a_container_of_srun_is_seen_in_the_job_only(site_file: Path) -> None:
         (["--jobs"], "unrecognized arguments: --jobs"),
     ],
 )
-def test_bad_options_get_one_sentence(
+def test_the_doctor_refuses_bad_options_in_one_sentence(
     arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments])
@@ -300,7 +300,7 @@ GPUS = (checkup_torch.gpus, 2)  # of two tasks
         ),
     ],
 )
-def test_what_a_node_has(found_there: dict, check: tuple, words: str, node: Callable) -> None:
+def test_a_fault_of_a_node_is_found(found_there: dict, check: tuple, words: str, node: Callable) -> None:
     node(**found_there)
     told = told_by(*check)
     assert words in told
@@ -346,7 +346,7 @@ def test_a_step_that_fails_is_told(
     assert line["finding"] == line["finding"] | expected
 
 
-def test_sums_that_are_wrong(in_a_job: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_sums_of_an_all_reduce_are_a_fault(in_a_job: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
     wrong = torch.arange(7)
     monkeypatch.setattr(process_group, "sum_in_place", lambda values: values.index_fill(0, wrong, -1))
@@ -440,7 +440,7 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
     assert not list((checkout.folder / "results" / "jobs").iterdir())
 
 
-def test_slurm_refuses(on_cluster: Callable, checkout: Checkout) -> None:
+def test_a_job_that_slurm_refuses_is_a_fault(on_cluster: Callable, checkout: Checkout) -> None:
     """What the site file and the options ask for, by Slurm's own word."""
     checkout.site(f"{NO_PYTHON}export SBATCH_PARTITION=nowhere\n")
     told = found(on_cluster("--job"), "submission", FAULT)

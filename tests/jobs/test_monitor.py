@@ -1,6 +1,6 @@
 """slurm/monitor.py, and the jobs that are sampled: what they tell of themselves, and nothing else changes.
 
-What the samples hold is the matter of test_sampler.py, and the verdict that of test_waste.py.
+What the samples hold is the matter of test_collector.py, and the verdict that of test_waste.py.
 """
 
 import json
@@ -88,7 +88,7 @@ def monitor_of(checkout: Checkout, job: int | str) -> Path:
 # --- a command, on this machine ---------------------------------------------------------------------
 
 
-def test_a_command(checkout: Checkout) -> None:
+def test_a_command_is_sampled(checkout: Checkout) -> None:
     """It has a job's folder, its exit code is that of monitor.py, and it can be looked at afterwards."""
     command = ("bash", "-c", "echo in $TRAINKIT_JOB_DIR; exit 3")
     done = checkout.python(MONITOR, "--", *command)
@@ -202,7 +202,7 @@ def test_a_job_without_slurm(checkout: Checkout) -> None:
 # --- a real Slurm -----------------------------------------------------------------------------------
 
 
-def test_two_nodes(on_cluster: Checkout) -> None:
+def test_a_job_on_two_nodes_is_sampled(on_cluster: Checkout) -> None:
     """A training: a file of samples for each node, its ranks, its record, and the verdict."""
     job = on_cluster.submit("srun", *TRAINING, sbatch=("--nodes=2", "--ntasks-per-node=1"))
     assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED", on_cluster.log(job)

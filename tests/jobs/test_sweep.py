@@ -286,7 +286,9 @@ def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
         ("--deadline soon", "'soon' is neither HH:MM:SS nor a number of minutes"),
     ],
 )
-def test_bad_input(arguments: str, sentence: str, checkout: SweepCheckout) -> None:
+def test_a_sweep_refuses_bad_options_in_one_sentence(
+    arguments: str, sentence: str, checkout: SweepCheckout
+) -> None:
     done = checkout.python("slurm/sweep.py", *arguments.split())
     assert done.returncode == 1
     assert re.fullmatch(r"error: .*\n", done.stderr)

@@ -273,7 +273,7 @@ def test_the_programs_of_two_pages_run_on_ranks_of_their_own(script: Script, tmp
     assert steps == ("rank 0: 3", "rank 1: 5") and len({*weights}) == 1
 
 
-def test_as_jobs(cluster: RunningCluster, tmp_path: Path) -> None:
+def test_the_examples_run_as_jobs(cluster: RunningCluster, tmp_path: Path) -> None:
     """One by sbatch on two nodes, one by submit.py; modules next to a script are found."""
     checkout = Checkout(tmp_path / "a checkout", cluster)
     small = ("--train-size", 256, "--test-size", 100, "--batch-size", 48, "--no-cuda", "--epochs", 1)

@@ -102,7 +102,7 @@ def never_stopped(finish: Finish, tmp_path_factory: pytest.TempPathFactory) -> C
 def test_a_signal_stops_the_run_and_resuming_ends_the_same(
     slowly: Path, tmp_path: Path, finish, never_stopped
 ) -> None:
-    """With all that can be in the middle of an epoch; several ranks are stopped in test_signals.py."""
+    """With all that can be in the middle of an epoch; several ranks are stopped in test_stop_signals.py."""
     job = tmp_path / "job"
     job.mkdir()
     arguments = ("--loader", "workers", "--num-workers", 1, "--recipe", "fast")
@@ -315,7 +315,9 @@ def test_a_full_disk_keeps_the_checkpoint_before(
         (["--checkpoint-dir", "{}", "--resume", "auto", "--precision", "bf16"], "with --precision fp32"),
     ],
 )
-def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, script, never_stopped) -> None:
+def test_a_checkpoint_that_cannot_be_used_is_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, script, never_stopped
+) -> None:
     earlier = never_stopped() / "checkpoints"
     # Without the lock, in which the process that has it writes who it is.
     before = {path: path.stat().st_mtime_ns for path in earlier.glob("[!.]*")}

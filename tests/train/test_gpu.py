@@ -31,8 +31,8 @@ from conftest import (
     stage_command,
     succeeded,
 )
-from test_ranks import of_ranks
-from test_sampler import NOBODY, notes, sampled, seen
+from test_collector import NOBODY, notes, sampled, seen
+from test_slow_ranks import of_ranks
 
 from trainkit.record import samples
 

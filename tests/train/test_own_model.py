@@ -261,7 +261,7 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
         "no device",
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_a_mistake_in_a_copied_stage_is_one_sentence(
     change: tuple, arguments: tuple, sentence: str, script: Script, tmp_path: Path
 ) -> None:
     own = tmp_path / "own.py"

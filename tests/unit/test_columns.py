@@ -21,7 +21,7 @@ columns.COLUMNS["momentum"] = columns.Column(
     columns.number(least=0), columns.Role.TRAINING, "momentum", "momentum {}", "--momentum", 0.0
 )
 
-from test_plot_results import write_run
+from test_comparison import write_run
 from trainkit.advice.answer import AnswerText
 from trainkit.compare import comparison
 from trainkit.config import options

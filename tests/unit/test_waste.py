@@ -381,7 +381,7 @@ def test_ranks_on_cpus_that_hardly_compute(made: Callable[..., Path]) -> None:
     assert kinds(folder) == []
 
 
-def test_a_short_job(made: Callable[..., Path]) -> None:
+def test_a_short_job_is_told_what_holds_at_any_moment(made: Callable[..., Path]) -> None:
     """What holds at any moment is reported; for the rest there is too little."""
     folder = made([STARVED] * 2, epochs=2, train=4)
     assert first_line(folder).startswith("too short to tell: ")
@@ -417,7 +417,7 @@ def test_a_record_without_samples_of_its_ranks(made: Callable[..., Path]) -> Non
     assert kinds(folder) == ["waiting_for_loader"]
 
 
-def test_two_nodes_and_many(made: Callable[..., Path]) -> None:
+def test_nodes_are_named_in_a_verdict(made: Callable[..., Path]) -> None:
     folder = made([FULL, UNUSED], ranks=1, nodes=2)
     assert first_line(folder).startswith("no rank uses GPU 1 on n1 and GPU 1 on n2: ")
     folder = made([FULL, *[UNUSED] * 5], ranks=1, nodes=3)
@@ -487,7 +487,7 @@ def test_a_day_is_judged_by_some_of_its_moments(
     assert len(sampled_job.SampledJob(folder).rows[samples.NODE]["n1", 0]) < 70
 
 
-def test_what_is_kept(made: Callable[..., Path]) -> None:
+def test_the_verdict_of_a_job_is_kept(made: Callable[..., Path]) -> None:
     folder = made([STARVED, STARVED, UNUSED], ranks=2, facts=FROM_LOADERS)
     verdict = waste.judge(folder)
     waste.keep(folder, verdict)

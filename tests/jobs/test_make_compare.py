@@ -78,7 +78,7 @@ def test_without_mnist_and_with_a_failing_stage(checkout: Checkout) -> None:
         ("--train-size 100 --no-cuda --workers 1", "--batch-size 256 is more than the 100 training images"),
     ],
 )
-def test_bad_arguments(arguments: str, sentence: str, forking: Forking) -> None:
+def test_compare_refuses_bad_options_in_one_sentence(arguments: str, sentence: str, forking: Forking) -> None:
     done = forking.run(REPOSITORY / "results" / "compare.py", *arguments.split(), env=ENVIRONMENT)
     assert sentence in one_error(done)
 

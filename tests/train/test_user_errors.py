@@ -47,7 +47,9 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), ALONE, ids=lambda value: " ".join(value)[:24])
-def test_one_sentence(arguments: list[str], sentence: str, tmp_path: Path, script: Script) -> None:
+def test_a_bad_option_is_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, script: Script
+) -> None:
     assert sentence in one_error(script("single", "--results-dir", tmp_path, *arguments))
     assert not list(tmp_path.rglob("*"))
 
@@ -87,7 +89,7 @@ OF_OTHERS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("command", "sentence"), OF_OTHERS)
-def test_one_sentence_beyond_the_stages(
+def test_a_bad_option_of_an_example_is_one_sentence(
     command: str, sentence: str, tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, succeeded
 from forking import Forking
-from test_plot_results import ddp, write_run
+from test_comparison import ddp, write_run
 
 from trainkit.advice.advice import advise
 from trainkit.advice.answer import AnswerText

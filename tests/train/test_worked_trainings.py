@@ -54,7 +54,9 @@ def numbers_of(folder: Path, metrics: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", WORKED)
-def test_stops_and_ranks_change_nothing(name: str, images: Path, script: Script, tmp_path: Path) -> None:
+def test_a_worked_training_is_the_same_on_two_ranks_and_after_a_stop(
+    name: str, images: Path, script: Script, tmp_path: Path
+) -> None:
     own, metrics = WORKED[name]
     command = (BEYOND / f"{name}.py", *SMALL, *own)
     if name == "resnet":

@@ -30,7 +30,7 @@ CODE = re.compile(r"`[^`\n]*`")
 # Commands that other tests run, or that are the test itself.
 RUN_ELSEWHERE = {
     "make learn",  # test_exercises.py
-    "make compare",  # test_compare.py
+    "make compare",  # test_make_compare.py
     'make compare ARGS="--epochs 10 --batch-size 512"',
     "make test",
     "make test-all",

@@ -113,7 +113,7 @@ def cells(text: str, stage: str, devices: int) -> list[str]:
     return line.split()[2:]
 
 
-def test_numbers(tmp_path: Path, compared: Compared) -> None:
+def test_speed_and_efficiency_leave_the_warm_up_out(tmp_path: Path, compared: Compared) -> None:
     """Medians leave the warm-up out and take in the repeats; speedup and efficiency follow."""
     write_run(tmp_path, "one", [10, 1000, 1100])
     write_run(tmp_path, "one-again", [10, 1200])
@@ -437,7 +437,7 @@ def test_data_parallel_on_one_device_has_no_speedup(tmp_path: Path, compared: Co
     assert f"{CPU}: CPU workers standing in for GPUs." in text
 
 
-def test_warm_up_only(tmp_path: Path, compared: Compared) -> None:
+def test_a_run_that_has_only_a_warm_up_has_no_speed(tmp_path: Path, compared: Compared) -> None:
     """Such a run keeps its accuracy, has no throughput, and is no baseline."""
     write_run(tmp_path, "one", [1000])
     assert [*compared().figures] == ["accuracy.png"]
@@ -482,7 +482,9 @@ def test_synthetic_data_and_mixed_versions_are_announced(tmp_path: Path, compare
         ("out is a file", "out cannot be written to"),
     ],
 )
-def test_what_cannot_be_compared(tmp_path: Path, compared: Compared, case: str, words: str) -> None:
+def test_runs_that_cannot_be_compared_are_refused(
+    tmp_path: Path, compared: Compared, case: str, words: str
+) -> None:
     source = tmp_path / "in"
     if case != "not there":
         source.mkdir()
@@ -500,12 +502,14 @@ def test_what_cannot_be_compared(tmp_path: Path, compared: Compared, case: str, 
     ("option", "words"),
     [("--colour", "--colour. See --help"), ("--target=101", "101 must be more than 0 and at most 100")],
 )
-def test_one_sentence_instead_of_a_traceback(plot: Callable, tmp_path: Path, option: str, words: str) -> None:
+def test_plot_results_refuses_in_one_sentence(
+    plot: Callable, tmp_path: Path, option: str, words: str
+) -> None:
     done = plot(tmp_path, option, cwd=tmp_path)
     assert done.returncode == 1 and words in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_the_script(plot: Callable, tmp_path: Path) -> None:
+def test_plot_results_writes_table_and_figures(plot: Callable, tmp_path: Path) -> None:
     """From another folder: all it prints and writes, and three PNGs with something on them."""
     write_run(tmp_path / "a", "one", [10, 1000])
     write_run(tmp_path / "a", "two", [10, 1600, 1700], **ddp(2))
@@ -526,7 +530,7 @@ def test_the_script(plot: Callable, tmp_path: Path) -> None:
         assert pixels[height // 4 : -height // 3, width // 4 : -width // 4].std() > 0.05
 
 
-def test_own_training(tmp_path: Path, compared: Compared) -> None:
+def test_a_table_of_an_own_training(tmp_path: Path, compared: Compared) -> None:
     """Any name, network and data: its own section, its own run on one device as the baseline."""
     for run_id, speed, facts in (
         ("one", 1000, {}),
@@ -567,7 +571,7 @@ def test_own_name_on_the_tutorials_network(tmp_path: Path, compared: Compared) -
     assert "there is no" not in text
 
 
-def test_no_accuracy(tmp_path: Path, compared: Compared) -> None:
+def test_a_table_without_accuracy(tmp_path: Path, compared: Compared) -> None:
     """A regression has none: a dash in the table, and no figure. Nothing is said of the tutorial's stages."""
     write_run(tmp_path, "one", [10, 50, 50], **own(1, test_accuracy=float("nan")))
     seen = compared()

@@ -1,7 +1,7 @@
 """slurm/MONITORING.md: what it says of each tool's columns, and that its outputs are what the tools print.
 
-Its commands for Slurm are run by test_slurm_documents.py, the others by test_project.py. What needs a GPU is
-held to what one printed, or else to tests/layouts.txt, and run where there is one.
+Its commands for Slurm are run by test_slurm_documents.py, the others by test_documents.py. What needs a GPU
+is held to what one printed, or else to tests/layouts.txt, and run where there is one.
 """
 
 import re
