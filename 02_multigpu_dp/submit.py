@@ -48,13 +48,13 @@ def submit(request: Request) -> Handle:
 
 
 def main() -> int:
-    request, own = submission.parse("dp", __doc__)
-    if own.dry_run:
+    request, own_options = submission.parse("dp", __doc__)
+    if own_options.dry_run:
         errors.tell(submission.preview(request))
         return 0
     job = submit(request)
     submission.announce(request, job)  # its number, its log, and how to stop it
-    return follow(job) if own.wait else 0
+    return follow(job) if own_options.wait else 0
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def test_the_most_gpus_of_a_node(gres: str, gpus: int, fake: Callable) -> None:
 def test_a_slurm_that_is_not_there_or_hangs(fake: Callable) -> None:
     assert slurm.ask("sinfo").returncode == 127
     assert (slurm.most_gpus(), slurm.default_partition()) == (0, None)
-    assert slurm.job_facts("7") == {"JobState": "UNKNOWN", "Reason": "scontrol: No such file or directory"}
+    assert slurm.job_status(["7", "8"])["8"].state == slurm.UNKNOWN
     fake("sinfo", "echo debug; echo 'gpu*'")
     assert slurm.default_partition() == "gpu"
     fake("sinfo", "while :; do :; done")

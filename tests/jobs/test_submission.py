@@ -26,7 +26,7 @@ from conftest import REPOSITORY, rows_of, succeeded
 from trainkit import job_folder
 from trainkit.errors import UserError
 from trainkit.job_folder import Outcome
-from trainkit.jobs import following, local, sbatch_options, site, submission
+from trainkit.jobs import following, local, sbatch_options, site, slurm, submission
 from trainkit.jobs.following import SlurmHandle, State
 
 SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--width", 4, "--precision", "fp32")
@@ -107,7 +107,7 @@ def test_the_environment_of_local_processes(checkout: Checkout) -> None:
 
 def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
     """Without Slurm all of them are used, but for one process one; and no more than there are."""
-    checkout.insert("trainkit/jobs/local.py", "return 3", before="if not any(next(Path")
+    checkout.insert("trainkit/jobs/local.py", "return 3", before="device_nodes =")
     checkout.script("ddp").write_text(FACTS)
     sizes = ("--batch-size", 66)
     # What the shell has chosen; AMD's variable is the one that counts, where there are both.
@@ -442,6 +442,7 @@ def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, che
 
 # --- how a job is doing -----------------------------------------------------------------------------
 
+# What squeue answers of a job that it has forgotten.
 FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
 
 
@@ -464,8 +465,9 @@ def _failed(*why: str) -> Outcome:
     return replace(WELL, exit_code=1, why=list(why))
 
 
-def _show(state: str) -> str:
-    return f"echo JobId=7 JobName=x JobState={state}"
+def _show(state: str, reason: str = "None", restarts: int = 0, job_id: int = 7) -> str:
+    """What squeue answers of a job, in the columns that it is asked for."""
+    return f"printf '%-20s%-20s%-20s%-200s\\n' {job_id} '{state}' {restarts} '{reason}'"
 
 
 def job_seven(checkout: Checkout) -> SlurmHandle:
@@ -474,17 +476,17 @@ def job_seven(checkout: Checkout) -> SlurmHandle:
 
 
 @pytest.mark.parametrize(
-    ("scontrol", "sacct", "outcome", "told"),
+    ("squeue", "sacct", "outcome", "told"),
     [
-        (_show("PENDING Reason=Priority"), None, None, "queued: Priority"),
-        (_show("PENDING Reason=None"), None, None, "queued: no reason yet"),
-        (_show("PENDING Reason=BeginTime Restarts=2"), None, WENT_BACK, "queued: BeginTime, restart 2"),
-        (
-            _show("PENDING Reason=launch_failed_requeued_held"),
-            None,
-            None,
-            "failed: a node could not start it",
-        ),
+        (_show("PENDING", "Priority"), None, None, "queued: Priority"),
+        (_show("PENDING"), None, None, "queued: no reason yet"),
+        (_show("RESV_DEL_HOLD", "ReservationDeleted"), None, None, "queued: ReservationDeleted"),
+        (_show("PENDING", "BeginTime", restarts=2), None, WENT_BACK, "queued: BeginTime, restart 2"),
+        # It ended well while it was preempted, and Slurm 24.11 brings it back. The next has not begun: the
+        # outcome is that of an older job with its number.
+        (_show("PENDING", "BeginTime", restarts=1), None, WELL, "done: results: somewhere"),
+        (_show("PENDING", "Priority"), None, WELL, "queued: Priority"),
+        (_show("PENDING", "launch failed requeued held"), None, None, "failed: a node could not start it"),
         (_show("RUNNING"), None, None, "running: epoch 2/3: so far"),
         (_show("COMPLETING"), None, WELL, "running: epoch 2/3: so far"),
         (_show("COMPLETED"), None, WELL, "done: results: somewhere"),
@@ -492,15 +494,19 @@ def job_seven(checkout: Checkout) -> SlurmHandle:
         (_show("TIMEOUT"), None, _failed(), "failed: it reached its time limit"),
         (_show("FAILED"), None, _failed("error on rank 1: x", "y"), "failed: error on rank 1: x"),
         (_show("OUT_OF_MEMORY"), None, _failed("x was killed"), "failed: x was killed; it needed more"),
-        (_show("FAILED"), None, None, "failed: srun: error: cannot start"),
+        # The last of such a line: the job had come back from the queue.
+        (_show("FAILED"), None, None, "failed: srun: error: cannot start again"),
         ("echo cannot reach it >&2; exit 1", None, None, "unknown: cannot reach it"),
         # Slurm before 26.05 says so of a job that came back, and trained to its end.
-        (_show("PREEMPTED Restarts=1 ExitCode=0:0"), None, CAME_BACK, "done: results: somewhere"),
-        (_show("PREEMPTED Restarts=1 ExitCode=0:0"), None, None, "failed: a job of higher priority"),
+        (_show("PREEMPTED", restarts=1), None, CAME_BACK, "done: results: somewhere"),
+        (_show("PREEMPTED", restarts=1), None, None, "failed: a job of higher priority"),
         (_show("PREEMPTED"), None, None, "failed: a job of higher priority"),
-        (FORGOTTEN, "echo FAILED", _failed("error on rank 1: x"), "failed: error on rank 1: x"),
-        (FORGOTTEN, "echo CANCELLED by 0", None, "failed: it was cancelled"),
-        (FORGOTTEN, "echo COMPLETED", None, "done: results: somewhere"),
+        (FORGOTTEN, "echo '7|FAILED'", _failed("error on rank 1: x"), "failed: error on rank 1: x"),
+        (FORGOTTEN, "echo '7|CANCELLED by 0'", None, "failed: it was cancelled"),
+        (FORGOTTEN, "echo '7|COMPLETED'", None, "done: results: somewhere"),
+        # The end of the job did not reach accounting.
+        (FORGOTTEN, "echo '7|RUNNING'", None, "failed: Slurm does not know this job"),
+        (FORGOTTEN, "echo '7|RUNNING'", WELL, "done: results: somewhere"),
         (FORGOTTEN, "echo disabled >&2; exit 1", None, "failed: Slurm does not know this job"),
         (FORGOTTEN, None, WELL, "done: results: somewhere"),
         (FORGOTTEN, None, WENT_BACK, "failed: Slurm does not know this job"),
@@ -508,7 +514,7 @@ def job_seven(checkout: Checkout) -> SlurmHandle:
     ],
 )
 def test_the_state_of_a_job(
-    scontrol: str,
+    squeue: str,
     sacct: str | None,
     outcome: Outcome | None,
     told: str,
@@ -516,7 +522,7 @@ def test_the_state_of_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It follows from what Slurm says, with accounting or without, and from the outcome that the job left."""
-    checkout.fake("scontrol", scontrol)
+    checkout.fake("squeue", squeue)
     if sacct:
         checkout.fake("sacct", sacct)
     monkeypatch.setenv("PATH", str(checkout.commands))
@@ -526,7 +532,9 @@ def test_the_state_of_a_job(
     job.log.write_text("epoch 1/3: so far\nepoch 2/3: so far\nresults: somewhere\n")
     if outcome:
         job_folder.keep_outcome(job.folder, outcome)
-    (checkout.folder / "7_1_log.out").write_text("srun: error: cannot start\n")
+    (checkout.folder / "7_1_log.out").write_text(
+        "srun: error: cannot start\nsrun: error: cannot start again\n"
+    )
     now = job.state()
     assert f"{now.name}: {now.detail}".startswith(told)
 
@@ -536,7 +544,7 @@ def test_a_plain_script_that_left_with_0_as_it_was_preempted(
     outcome: Outcome, told: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have caught SIGTERM, on a cluster that sends nobody back (PreemptMode=CANCEL)."""
-    checkout.fake("scontrol", _show("PREEMPTED ExitCode=0:0"))
+    checkout.fake("squeue", _show("PREEMPTED"))
     monkeypatch.setenv("PATH", str(checkout.commands))
     job = job_seven(checkout)
     (checkout.folder / "plain").touch()
@@ -547,17 +555,61 @@ def test_a_plain_script_that_left_with_0_as_it_was_preempted(
 def test_a_job_that_never_ran_and_another_with_its_number(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkout.fake("scontrol", _show("COMPLETED"))
+    checkout.fake("squeue", _show("COMPLETED"))
     monkeypatch.setenv("PATH", str(checkout.commands))
-    monkeypatch.setattr(following, "OUTCOME_SECONDS", 0)
     job = replace(job_seven(checkout), folder=checkout.folder / "nowhere")
-    assert job.state().name == "failed" and "does not say so" in job.state().detail
+    assert job.state().name == "running"
+    monkeypatch.setattr(following, "OUTCOME_SECONDS", 0)
+    assert job.state().name == "failed"
+
+
+@pytest.mark.parametrize("reason", ["PartitionTimeLimit", "QOSMaxWallDurationPerJobLimit", "QOSMinGRES"])
+def test_a_reason_that_comes_later_and_never_ends(
+    reason: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told with advice; and if it stays for long, the job is given up."""
+    checkout.fake("squeue", _show("PENDING", reason))
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    job = job_seven(checkout)
+    queued = job.state()
+    assert (queued.name, queued.reason) == ("queued", reason)
+    assert slurm.advice(reason) in queued.detail and "ask your admin" not in queued.detail
+    monkeypatch.setattr(following, "NEVER_STARTS_SECONDS", 0)
+    assert job.state().name == "failed"
+
+
+def test_of_a_log_only_what_is_new_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    progress = following.Progress(log)
+    assert progress.update() is None
+    log.write_text("epoch 1/3: so far\nepoch 2")
+    assert progress.update() == "epoch 1/3: so far"
+    with log.open("r+") as file:
+        file.write("what is read once is not read again\n"[: len("epoch 1/3: so far")])
+        file.seek(0, os.SEEK_END)
+        file.write("/3: so far\nother words\n")
+    assert progress.update() == "epoch 2/3: so far"
+    log.write_text("epoch 3/3: so far\n")  # shorter: somebody has emptied it
+    assert progress.update() == "epoch 3/3: so far"
+
+
+def test_slurm_is_asked_once_for_many_jobs(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it has forgotten are left out of its answer; accounting is asked once for all of them."""
+    asked = checkout.folder / "asked"
+    checkout.fake("squeue", f"echo squeue >>'{asked}'; {_show('RUNNING')}; {_show('FAILED', job_id=8)}")
+    checkout.fake("sacct", f"echo sacct >>'{asked}'; echo '9|TIMEOUT'; echo '10|COMPLETED'")
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    jobs = [replace(job_seven(checkout), job_id=str(number)) for number in (10, 9, 8, 7)]
+    for _ in range(3):
+        seen = following.states(jobs)
+    assert [state.name for state in seen] == ["done", "failed", "failed", "running"]
+    assert asked.read_text().split() == ["squeue", "sacct"]
 
 
 def test_slurm_is_asked_seldom(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     """But at once when the job begins, and when it ends."""
     asked = checkout.folder / "asked"
-    checkout.fake("scontrol", f"echo >>'{asked}'; {_show('$(<state)')}")
+    checkout.fake("squeue", f"echo >>'{asked}'; {_show('X')}".replace("'X'", '"$(<state)"'))
     monkeypatch.setenv("PATH", str(checkout.commands))
     monkeypatch.chdir(checkout.folder)
     job = replace(job_seven(checkout), folder=checkout.folder / "job")
@@ -624,11 +676,11 @@ def test_patience_with_a_slurm_that_does_not_answer(
 ) -> None:
     silent = State("unknown", "connect failure")
     assert following.follow(Script(silent, silent, RUNNING, silent, DONE)) == 0
-    checkout.fake("scontrol", "echo connect failure >&2; exit 1")
+    checkout.fake("squeue", "echo connect failure >&2; exit 1")
     monkeypatch.setenv("PATH", str(checkout.commands))
     assert job_seven(checkout).state() == silent
-    monkeypatch.setattr(following, "PATIENCE_SECONDS", 0)
-    with pytest.raises(UserError, match=r"Slurm does not answer \(connect failure\).*squeue --jobs=7"):
+    monkeypatch.setattr(following, "UNANSWERED_SECONDS", 0)
+    with pytest.raises(UserError, match=r"connect failure.*squeue --jobs=7"):
         following.follow(job_seven(checkout))
 
 
@@ -692,7 +744,8 @@ def test_a_job_that_could_never_start_is_cancelled(
     told = checkout.folder / "told"
     checkout.fake("sbatch", "echo Submitted batch job 7")
     checkout.fake("srun", "")
-    checkout.fake("scontrol", _show("PENDING Reason=PartitionTimeLimit"))
+    checkout.fake("scontrol", "echo 'Slurmctld(primary) at n0 is UP'")
+    checkout.fake("squeue", _show("PENDING", "PartitionTimeLimit"))
     checkout.fake("scancel", f"echo $1 >{shlex.quote(str(told))}")
     with pytest.raises(UserError, match=r"never start the job \(PartitionTimeLimit\): ask"):
         _main("ddp", "", checkout, monkeypatch)

@@ -163,7 +163,7 @@ def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -
 def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
     """It says what can be seen there. Sizes that are given are not measured."""
     checkout.pretend()
-    checkout.insert("trainkit/jobs/local.py", "return 1", before="if not any(next(Path")
+    checkout.insert("trainkit/jobs/local.py", "return 1", before="device_nodes =")
     arguments = ("--batch-size", 256, "--repeats", 2, "--out", checkout.sweep)
     done = succeeded(checkout.python("results/compare.py", *arguments, "--train-size", 120_000))
     assert "measured" not in done.stdout

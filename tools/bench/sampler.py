@@ -101,7 +101,7 @@ def _follow(handle: LocalHandle) -> dict[str, float]:
     """Wait for its end, and return the load of its sampler while it ran."""
     load = {}
     while handle.state().name == "running":
-        if handle.sampler and not handle.ended():
+        if handle.sampler and not handle.has_ended():
             with suppress(psutil.Error):
                 process = psutil.Process(handle.sampler.pid)
                 seconds = time.time() - process.create_time()

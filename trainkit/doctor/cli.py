@@ -235,19 +235,24 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
 
 def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
     """Wait for the job's end, and for its start at most `most_seconds`; return how it went."""
-    began, shown = time.monotonic(), None
-    while (state := job.state()).name not in ("done", "failed"):
+    submitted_at = time.monotonic()
+    shown = None
+    state = job.state()
+    while not state.is_final:
         if state != shown:
-            why = f": {state.detail}" if state.name == "queued" else ""
-            tell(f"job {job.job_id} {state.name}{why}", sys.stderr)
+            detail = f": {state.detail}" if state.name == "queued" else ""
+            tell(f"job {job.job_id} {state.name}{detail}", sys.stderr)
             shown = state
-        never = state.detail in slurm.NEVER
-        if state.name == "queued" and (never or time.monotonic() - began > most_seconds):
-            message = f"job {job.job_id} did not start (--wait {most_seconds}); Slurm says: {state.detail}"
-            longer = "wait longer with --wait, or ask for less; `man squeue` explains the reasons"
-            fix = slurm.advice(state.detail) if never else longer
+        never_starts = slurm.never_starts(state.reason)
+        too_late = time.monotonic() - submitted_at > most_seconds
+        if state.name == "queued" and (never_starts or too_late):
+            message = f"job {job.job_id} did not start (--wait {most_seconds}); Slurm says: {state.reason}"
+            fix = "wait longer with --wait, or ask for less; `man squeue` explains the reasons"
+            if never_starts:
+                fix = slurm.advice(state.reason)
             return Finding("job", FAULT, message, fix)
         time.sleep(job.poll_seconds)
+        state = job.state()
     if not job.log.exists():
         message = f"job {job.job_id} left no log in {job.log.parent} ({state.detail})"
         fix = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder that the compute nodes also see"

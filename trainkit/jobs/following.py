@@ -1,6 +1,6 @@
 """The state of a submitted job, and why it failed.
 
-It is read from Slurm (`scontrol show job`, which needs no accounting) and from the outcome that the job keeps
+It is read from Slurm (`squeue`, which needs no accounting) and from the outcome that the job keeps
 in its folder at its end (in_job.py); for local processes, from the ranks' notes there, and from their logs
 (why.py). submitit's own result files are not used (training.py), nor its answer to whether a job is done: for
 that it asks `sacct`, which many clusters do not have.
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,41 +22,96 @@ from typing import ClassVar, NamedTuple
 
 from trainkit import job_folder
 from trainkit.errors import UserError, tell
+from trainkit.job_folder import Outcome
 from trainkit.jobs import slurm
-from trainkit.jobs.slurm import FAILED, QUEUED
+from trainkit.jobs.slurm import COMPLETED, FAILED, GONE, PREEMPTED, QUEUED, UNKNOWN, JobStatus
 from trainkit.jobs.why import Evidence
 from trainkit.record import samples
 
-VERDICT_SECONDS = 15  # for the sampler to end by itself
-NEVER_MET = "never met"  # what a verdict says of ranks that trained each by itself
-PEERS_SECONDS = 2  # for the other ranks to end by themselves after one failed
-OUTCOME_SECONDS = 60  # until a shared file system shows the outcome of a job that has ended
-MOST_OF_A_LOG = 2**24  # bytes that are read
-ASK_SECONDS = 15  # between questions to Slurm's controller, which answers everybody who waits for a job
-PATIENCE_SECONDS = 300  # while Slurm does not answer: its daemon may be restarting
+# The sampler of a job has so long to end by itself.
+VERDICT_SECONDS = 15
+# What a verdict says of ranks that trained each by itself.
+NEVER_MET = "never met"
+# The other ranks have so long to end by themselves after one has failed.
+PEERS_SECONDS = 2
+# A shared file system may show the outcome of a job that has ended so much later.
+OUTCOME_SECONDS = 60
+# Only so much of the end of a log is read at a time.
+MOST_OF_A_LOG_BYTES = 2**24
+# Between questions to Slurm's controller, which answers everybody who waits for a job.
+ASK_SECONDS = 15
+# Slurm may not answer for so long: its daemon may be restarting.
+UNANSWERED_SECONDS = 300
+# A job that Slurm would never start (slurm.NEVER) is given up after so long. An administrator may be at work.
+NEVER_STARTS_SECONDS = 600
 
-# The last words of a job script and of a Python program; the first pattern found counts.
+# The last words of a job script and of a Python program. The first pattern that a log has counts.
 LAST_WORDS = (r"error.*: .*", r"(?:\w+\.)*\w+(?:Error|Exception): .*", r"(?:srun|slurmstepd): error: .*")
 
 
 class State(NamedTuple):
     """The state of a job.
 
-    `name` is queued, running, done, failed, or unknown while Slurm does not answer. `detail` is
-    the reason for waiting, the last line of progress, where the results are, or the error.
+    Attributes:
+        name: queued, running, done, failed, or unknown while Slurm does not answer.
+        detail: for the user: why it waits, the last line of progress, where the results are, or the error.
+        reason: why it is queued, in Slurm's own word.
     """
 
     name: str
     detail: str
+    reason: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether the job has come to its end."""
+        return self.name in ("done", "failed")
+
+
+@dataclass
+class Progress:
+    """The last line about an epoch in a log that grows. Each byte of it is read once."""
+
+    log: Path
+    last_epoch: str | None = None
+    read_bytes: int = 0
+    unfinished_line: bytes = b""
+
+    def update(self) -> str | None:
+        """Read what is new in the log, and return the last line about an epoch; None if there is none."""
+        if not self.log.is_file():
+            return self.last_epoch
+        with self.log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            size = file.tell()
+            if size < self.read_bytes:
+                # Somebody has emptied it.
+                self.read_bytes = 0
+            start = max(self.read_bytes, size - MOST_OF_A_LOG_BYTES)
+            if start != self.read_bytes or start == 0:
+                self.unfinished_line = b""
+            file.seek(start)
+            new = file.read(size - start)
+        self.read_bytes = start + len(new)
+        *lines, self.unfinished_line = (self.unfinished_line + new).split(b"\n")
+        for line in reversed(lines):
+            if line.startswith(b"epoch "):
+                self.last_epoch = line.decode(errors="replace")
+                break
+        return self.last_epoch
 
 
 @dataclass
 class Handle:
-    """A submitted job with `tasks` processes; a `SlurmHandle` or a `LocalHandle`, which have `cancel`, too.
+    """A submitted job: a `SlurmHandle` or a `LocalHandle`, which have `judge` and `cancel`, too.
 
-    `log` has the output of rank 0 and of the job script; the other ranks' logs and submitit's files
-    are next to it. `folder` has the checkpoints and the ranks' notes, and `results` will have the CSV; None
-    for a plain script, most of which write none.
+    Attributes:
+        job_id: its number.
+        tasks: how many processes it has.
+        log: the output of rank 0 and of the job script. The other ranks' logs and submitit's files are next
+            to it.
+        folder: the job's own (trainkit.runtime.job_folder).
+        results: where its CSV will be; None for a plain script, most of which write none.
     """
 
     job_id: str
@@ -67,13 +122,16 @@ class Handle:
     poll_seconds: ClassVar[float] = 2
     stop_command: ClassVar[str] = "scancel"
 
+    def __post_init__(self) -> None:
+        self._progress_of_log = Progress(self.log)
+
     def state(self) -> State:
         """Return the job's current state, without waiting for its end.
 
         Raises:
-            UserError: if Slurm has not answered for `PATIENCE_SECONDS`.
+            UserError: as `states`.
         """
-        return self._look()
+        return states([self])[0]
 
     def how_to_follow(self) -> str:
         """Return the commands that show the job and stop it, one per line."""
@@ -82,100 +140,116 @@ class Handle:
             lines.append(f"ranks    ls {shlex.quote(str(self.log.parent))}/{self.job_id}_*_log.out")
         if self.results:
             lines.append(f"results  ls {shlex.quote(str(self.results))}")
-        return "\n".join([*lines, f"stop     {self.stop_command} {self.job_id}"])
+        lines.append(f"stop     {self.stop_command} {self.job_id}")
+        return "\n".join(lines)
 
     def verdict(self) -> list[str]:
         """Return what the job's sampler wrote at its end (trainkit.monitor.cli), if there was one."""
         return job_folder.read(self.folder / samples.FOLDER / samples.TOLD).splitlines()
 
-    def _progress(self) -> str:
-        ours = not (self.folder / job_folder.PLAIN).exists()
-        return self._log_line("epoch ") or ("no epoch finished yet" if ours else f"see {self.log}")
+    @property
+    def _is_plain(self) -> bool:
+        """Return whether its script does not use the kit."""
+        return (self.folder / job_folder.PLAIN).exists()
 
-    def _log_line(self, beginning: str) -> str | None:
-        lines = [line for line in _lines(self.log) if line.startswith(beginning)]
-        return lines[-1] if lines else None
+    def _running(self) -> State:
+        progress = self._progress_of_log.update()
+        if progress is None:
+            progress = f"see {self.log}" if self._is_plain else "no epoch finished yet"
+        return State("running", progress)
+
+    def _done(self) -> State:
+        where = [line for line in _last_lines(self.log) if line.startswith("results: ")]
+        return State("done", where[-1] if where else f"see {self.log}")
 
     def _last_words(self) -> str | None:
-        """Return the error that the logs end with, if there is no better reason."""
-        lines = self._all_lines()
-        return next((line for words in LAST_WORDS for line in lines if re.match(words, line)), None)
+        """Return the error that a log ends with, if there is no better reason.
 
-    def _all_lines(self) -> list[str]:
-        logs = sorted({self.log, *self.log.parent.glob("*_log.out")})
-        return [line for log in logs for line in _lines(log)]
+        The log of rank 0 comes first, and of a log the last line that is an error: a job that has come back
+        from the queue also has those of its earlier starts.
+        """
+        logs = [_last_lines(log) for log in self._logs()]
+        for pattern in LAST_WORDS:
+            for lines in logs:
+                for line in reversed(lines):
+                    if re.match(pattern, line):
+                        return line
+        return None
+
+    def _logs(self) -> list[Path]:
+        return sorted({self.log, *self.log.parent.glob("*_log.out")})
 
 
 @dataclass
 class SlurmHandle(Handle):
-    """A job of Slurm.
+    """A job of Slurm, and what Slurm has said of it at last.
 
-    `facts` are what Slurm said of it at last, when its folder was as in `seen`: whether the job has begun,
-    and whether it has left its outcome.
+    Attributes:
+        status: what it has said.
+        asked_at: when it was asked, by the monotonic clock, in seconds; so are the other times.
+        answered_at: when it answered.
+        seen: what was in the job's folder when it was asked.
+        ended_at: when it called a job ended that has not left its outcome.
+        never_starts_since: since when it has given a reason for which the job would wait forever.
     """
 
-    answered_at: float = field(default_factory=time.monotonic)
-    ended_at: float | None = None
-    facts: dict[str, str] = field(default_factory=dict)
+    status: JobStatus = JobStatus(UNKNOWN)
     asked_at: float = -math.inf
-    seen: tuple[bool, bool] | None = None
+    answered_at: float = field(default_factory=time.monotonic)
+    seen: "_Seen | None" = None
+    ended_at: float | None = None
+    never_starts_since: float | None = None
 
-    def _look(self) -> State:
-        facts = self._ask()
-        state, reason = facts["JobState"], facts.get("Reason", "")
-        if state == "UNKNOWN":
-            if time.monotonic() - self.answered_at > PATIENCE_SECONDS:
-                later = f"the job may well go on, so look again later, with squeue --jobs={self.job_id}"
-                raise UserError(f"Slurm does not answer ({reason}): {later}")
-            return State("unknown", reason)
-        self.answered_at = time.monotonic()
-        if reason == "launch_failed_requeued_held":
-            remedy = f"a node could not start it: scontrol release {self.job_id} tries again, scancel ends it"
-            return State("failed", remedy)
-        if state in QUEUED:
-            reason = "no reason yet" if reason == "None" else reason
-            restarts = facts.get("Restarts", "0")
-            return State("queued", reason if restarts == "0" else f"{reason}, restart {restarts}")
-        outcome, plain = job_folder.read_outcome(self.folder), (self.folder / job_folder.PLAIN).exists()
-        if outcome and outcome.well and self._is_judged_by(outcome, state, plain):
-            state = "COMPLETED"
-        if state == "COMPLETED":
-            # It may be another job with its number that has ended.
-            if outcome is None and (plain or not self.folder.exists()):
-                self.ended_at = self.ended_at or time.monotonic()
-                late = time.monotonic() - self.ended_at > OUTCOME_SECONDS
-                detail = f"it has ended, but {self.folder} does not say so"
-                return State("failed" if late else "running", detail)
-            return State("done", self._log_line("results: ") or f"see {self.log}")
-        if state in FAILED:
-            reasons = outcome.why[:1] if outcome else []
-            failure = "; ".join(filter(None, [*reasons, FAILED[state]])) or self._last_words()
-            return State("failed", failure or f"Slurm gives the reason {reason or state}; see {self.log}")
-        return State("running", self._progress())
+    @property
+    def answer_is_old(self) -> bool:
+        """Return whether it is time to ask Slurm again."""
+        return time.monotonic() - self.asked_at >= ASK_SECONDS
 
-    def _ask(self) -> dict[str, str]:
-        """Return what Slurm says of the job, some seconds old at most.
+    @property
+    def has_news(self) -> bool:
+        """Return whether Slurm is to be asked at once.
 
-        It is asked at once when the job has begun, and from when it has left its outcome until Slurm knows
-        that it has ended, or gone back to the queue.
+        That is so when the job has begun, and from when it has left its outcome until Slurm knows that it has
+        ended, or gone back to the queue.
         """
-        seen = (self.folder.exists(), (self.folder / job_folder.OUTCOME).exists())
-        about_to_end = seen[1] and self.facts.get("JobState") not in QUEUED
-        recent = time.monotonic() - self.asked_at < ASK_SECONDS
-        if recent and seen == self.seen and not about_to_end:
-            return self.facts
-        self.facts, self.asked_at, self.seen = slurm.job_facts(self.job_id), time.monotonic(), seen
-        return self.facts
+        seen = self.look_into_folder()
+        about_to_end = seen.outcome and self.status.state not in QUEUED
+        return seen != self.seen or about_to_end
 
-    @staticmethod
-    def _is_judged_by(outcome: job_folder.Outcome, state: str, plain: bool) -> bool:
-        """Return whether a job in this state of Slurm is done if its outcome says so.
+    def look_into_folder(self) -> "_Seen":
+        """Return what is in the job's folder."""
+        return _Seen(
+            folder=self.folder.exists(),
+            outcome=(self.folder / job_folder.OUTCOME).exists(),
+        )
 
-        That is so for a job that Slurm forgot, and for one that was preempted: if it came back and ended
-        well, Slurm before 26.05 calls it PREEMPTED all the same (SchedMD's ticket 25682). A plain script that
-        did not come back may only have left with 0 when asked to end.
+    def take_answer(self, status: JobStatus, seen: "_Seen") -> None:
+        """Keep what Slurm has just said of the job, and what was in its folder before."""
+        self.status = status
+        self.asked_at = time.monotonic()
+        self.seen = seen
+        if status.state != UNKNOWN:
+            self.answered_at = self.asked_at
+
+    def judge(self) -> State:
+        """Return the job's state, by Slurm's last answer and the job's folder.
+
+        Raises:
+            UserError: if Slurm has not answered for `UNANSWERED_SECONDS`.
         """
-        return state == "GONE" or (state == "PREEMPTED" and (outcome.restart > 0 or not plain))
+        status = self.status
+        if status.state == UNKNOWN:
+            return self._unanswered()
+        outcome = job_folder.read_outcome(self.folder)
+        if outcome and outcome.well and self._is_judged_by(outcome):
+            return self._done()
+        if status.state in QUEUED:
+            return self._queued()
+        if status.state == COMPLETED:
+            return self._completed(outcome)
+        if status.state in FAILED:
+            return self._failed(outcome)
+        return self._running()
 
     def cancel(self) -> None:
         """Cancel the job, unless it has ended."""
@@ -184,62 +258,186 @@ class SlurmHandle(Handle):
     def how_to_follow(self) -> str:
         return f"state    squeue --jobs={self.job_id}\n{super().how_to_follow()}"
 
+    def _unanswered(self) -> State:
+        message = self.status.reason
+        if time.monotonic() - self.answered_at > UNANSWERED_SECONDS:
+            raise UserError(
+                f"Slurm does not answer ({message}): the job may well go on, so look again later, with "
+                f"squeue --jobs={self.job_id}"
+            )
+        return State("unknown", message)
+
+    def _queued(self) -> State:
+        reason = self.status.reason
+        if reason == slurm.LAUNCH_FAILED:
+            remedy = f"scontrol release {self.job_id} tries again, scancel ends it"
+            return State("failed", f"a node could not start it: {remedy}", reason)
+        if slurm.never_starts(reason):
+            return self._never_starts()
+        self.never_starts_since = None
+        detail = "no reason yet" if reason == "None" else reason
+        if self.status.restarts:
+            detail += f", restart {self.status.restarts}"
+        return State("queued", detail, reason)
+
+    def _never_starts(self) -> State:
+        reason = self.status.reason
+        remedy = slurm.advice(reason)
+        now = time.monotonic()
+        if self.never_starts_since is None:
+            self.never_starts_since = now
+        if now - self.never_starts_since < NEVER_STARTS_SECONDS:
+            return State("queued", f"{reason}, for which it would never start: {remedy}", reason)
+        return State(
+            "failed",
+            f"Slurm would never start it ({reason}): {remedy}; scancel {self.job_id} takes it from the queue",
+            reason,
+        )
+
+    def _is_judged_by(self, outcome: Outcome) -> bool:
+        """Return whether a job that has ended well by its outcome is done, though Slurm says something else.
+
+        - Slurm forgot it.
+        - It was preempted: if it came back and ended well, Slurm before 26.05 calls it PREEMPTED all the same
+          (SchedMD's ticket 25682).
+        - It ended well while it was asked to leave, and Slurm (seen: 24.11) puts it back into the queue all
+          the same. It does nothing more when it starts again (slurm/job_env.sh).
+
+        A plain script that did not come back may only have left with 0 when asked to end.
+        """
+        state = self.status.state
+        if state == GONE:
+            return True
+        if state == PREEMPTED:
+            return outcome.restart > 0 or not self._is_plain
+        return state in QUEUED and outcome.restart < self.status.restarts and not self._is_plain
+
+    def _completed(self, outcome: Outcome | None) -> State:
+        # Without an outcome it may be another job with its number that has ended.
+        if outcome is None and (self._is_plain or not self.folder.exists()):
+            if self.ended_at is None:
+                self.ended_at = time.monotonic()
+            late = time.monotonic() - self.ended_at > OUTCOME_SECONDS
+            detail = f"it has ended, but {self.folder} does not say so"
+            return State("failed" if late else "running", detail)
+        return self._done()
+
+    def _failed(self, outcome: Outcome | None) -> State:
+        state = self.status.state
+        reasons = outcome.why[:1] if outcome else []
+        if FAILED[state]:
+            reasons.append(FAILED[state])
+        detail = "; ".join(reasons) or self._last_words()
+        if detail is None:
+            detail = f"Slurm gives the reason {self.status.reason or state}; see {self.log}"
+        return State("failed", detail)
+
+
+class _Seen(NamedTuple):
+    """Whether a job has a folder, which means that it has begun, and whether its outcome is there."""
+
+    folder: bool
+    outcome: bool
+
 
 @dataclass
 class LocalHandle(Handle):
     """Processes on this machine; the job's number is that of the process that controls them.
 
-    `ended` returns whether that process has. /proc would not show it for a child that has only just started.
-    `sampler` then has some seconds for its verdict.
+    Attributes:
+        has_ended: returns whether that process has. /proc would not show it for a child that has only just
+            started.
+        sampler: the job's, which then has some seconds for its verdict.
+        failed_at: when a rank had failed, by the monotonic clock, in seconds.
+        most_ranks: how many there were at any time.
     """
 
-    ended: Callable[[], bool]
+    has_ended: Callable[[], bool]
     sampler: subprocess.Popen | None = None
     failed_at: float | None = None
-    seen: int = 0  # the most ranks at any time
+    most_ranks: int = 0
     poll_seconds: ClassVar[float] = 0.5
     stop_command: ClassVar[str] = "kill"
 
-    def _look(self) -> State:
-        if not self.ended():
+    def judge(self) -> State:
+        """Return the job's state."""
+        if not self.has_ended():
             self._end_peers()
-            return State("running", self._progress())
+            return self._running()
         if self.sampler:
-            with suppress(subprocess.TimeoutExpired):  # it may hang in the driver, or on a disk
+            # It may hang in the driver, or on a disk.
+            with suppress(subprocess.TimeoutExpired):
                 self.sampler.wait(VERDICT_SECONDS)
             self.sampler.kill()
         checkpoints = job_folder.stopped(self.folder)
         if checkpoints is not None:
-            given = f"--checkpoint-dir {shlex.quote(checkpoints)}"
-            if (self.folder / job_folder.PLAIN).exists():
-                given = f"copy {checkpoints or self.folder / 'checkpoints'} to where another start looks"
-            return State("failed", f"it was stopped; to go on: {given}")
+            return State("failed", f"it was stopped; to go on: {self._how_to_go_on(checkpoints)}")
         if len(job_folder.notes(self.folder, "finished")) == self.tasks:
-            return State("done", self._log_line("results: ") or f"see {self.log}")
-        found = Evidence(self.folder, self._all_lines(), log=self.log).reasons()
-        reasons = (*(reason.text for reason in found), self._last_words())
-        silent = "" if any(self.folder.glob("rank-*")) else ": no rank left a note; does it need --plain?"
-        return State("failed", reasons[0] or f"see {self.log.parent}{silent}")
+            return self._done()
+        return State("failed", self._why())
+
+    def cancel(self) -> None:
+        """Cancel the job, unless it has ended."""
+        if not self.has_ended():
+            os.kill(int(self.job_id), signal.SIGTERM)
 
     def _end_peers(self) -> None:
         """End the other ranks, as srun --kill-on-bad-exit does: they would wait for the one that failed."""
         import psutil
 
+        # The ranks may just have ended.
         with suppress(psutil.Error):
             ranks = psutil.Process(int(self.job_id)).children()
-            started, failed = (job_folder.notes(self.folder, state) for state in ("started", "failed"))
-            self.seen = max(self.seen, len(ranks), len(started))
-            if not failed and len(ranks) >= self.seen:
+            started = job_folder.notes(self.folder, "started")
+            failed = job_folder.notes(self.folder, "failed")
+            self.most_ranks = max(self.most_ranks, len(ranks), len(started))
+            if not failed and len(ranks) >= self.most_ranks:
                 return
-            self.failed_at = self.failed_at or time.monotonic()
+            if self.failed_at is None:
+                self.failed_at = time.monotonic()
             if time.monotonic() - self.failed_at > PEERS_SECONDS:
                 for rank in ranks:
                     rank.kill()
 
-    def cancel(self) -> None:
-        """Cancel the job, unless it has ended."""
-        if not self.ended():
-            os.kill(int(self.job_id), signal.SIGTERM)
+    def _how_to_go_on(self, checkpoints: str) -> str:
+        if self._is_plain:
+            saved = checkpoints or self.folder / job_folder.CHECKPOINTS
+            return f"copy {saved} to where another start looks"
+        return f"--checkpoint-dir {shlex.quote(checkpoints)}"
+
+    def _why(self) -> str:
+        """Return why it failed."""
+        lines = [line for log in self._logs() for line in _last_lines(log)]
+        reasons = Evidence(self.folder, lines, log=self.log).reasons()
+        if reasons:
+            return reasons[0].text
+        last_words = self._last_words()
+        if last_words:
+            return last_words
+        if any(self.folder.glob("rank-*")):
+            return f"see {self.log.parent}"
+        return f"see {self.log.parent}: no rank left a note; does it need --plain?"
+
+
+def states(handles: Sequence[Handle]) -> list[State]:
+    """Return the current state of each job. Slurm's controller is asked at most once, for all of them.
+
+    It is asked for all jobs when one of its answers is `ASK_SECONDS` old, and in between only for those that
+    have just begun or ended.
+
+    Raises:
+        UserError: if Slurm has not answered for `UNANSWERED_SECONDS`.
+    """
+    asked_for = [handle for handle in handles if isinstance(handle, SlurmHandle)]
+    if not any(handle.answer_is_old for handle in asked_for):
+        asked_for = [handle for handle in asked_for if handle.has_news]
+    if asked_for:
+        # First the folders: what a job does there after Slurm's answer is news the next time.
+        seen_before = [handle.look_into_folder() for handle in asked_for]
+        status = slurm.job_status([handle.job_id for handle in asked_for])
+        for handle, seen in zip(asked_for, seen_before, strict=True):
+            handle.take_answer(status[handle.job_id], seen)
+    return [handle.judge() for handle in handles]
 
 
 def follow(handle: Handle) -> int:
@@ -248,16 +446,18 @@ def follow(handle: Handle) -> int:
     Each change is printed on a line.
 
     Raises:
-        UserError: as `Handle.state`.
+        UserError: as `states`.
         KeyboardInterrupt: on Ctrl-C. It stops local processes; a Slurm job goes on.
     """
     shown = None
     try:
-        while (state := handle.state()).name not in ("done", "failed"):
+        state = handle.state()
+        while not state.is_final:
             if state != shown:
                 tell(f"{state.name}: {state.detail}")
             shown = state
             time.sleep(handle.poll_seconds)
+            state = handle.state()
     except KeyboardInterrupt:
         if isinstance(handle, LocalHandle):
             handle.cancel()
@@ -273,10 +473,11 @@ def follow(handle: Handle) -> int:
     return 0
 
 
-def _lines(log: Path) -> list[str]:
-    """Return the last lines of a log, which may be long."""
+def _last_lines(log: Path) -> list[str]:
+    """Return the last lines of a log, which may be long; none if it is not there."""
     if not log.is_file():
         return []
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - MOST_OF_A_LOG))
-        return file.read(MOST_OF_A_LOG).decode(errors="replace").splitlines()
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - MOST_OF_A_LOG_BYTES))
+        return file.read(MOST_OF_A_LOG_BYTES).decode(errors="replace").splitlines()

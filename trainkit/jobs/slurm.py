@@ -8,17 +8,35 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.distributed import launchers as place
 from trainkit.errors import reason
 
-ANSWER_SECONDS = 30  # for a command of Slurm; its own limit is mostly 10 s per try
+# A command of Slurm may take so long. Its own limit is mostly 10 seconds per try.
+ANSWER_SECONDS = 30
+TIMED_OUT_EXIT_CODE = 124
+NOT_FOUND_EXIT_CODE = 127
 
-# States of a job, from the man page of squeue, and our own: GONE. Every other state is that of a running job.
-QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+# States of a job, from the man page of squeue. Every other state is that of a running job.
+QUEUED = (
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_FED",
+    "REQUEUE_HOLD",
+    "RESV_DEL_HOLD",
+    "SPECIAL_EXIT",
+)
+COMPLETED = "COMPLETED"
+PREEMPTED = "PREEMPTED"
+# Two of our own: Slurm does not answer, and Slurm has forgotten the job.
+UNKNOWN = "UNKNOWN"
+GONE = "GONE"
+# States of a job that has failed, and what to say of it.
 FAILED = {
     "FAILED": "",  # the ranks' notes and logs give the reason
     "TIMEOUT": "it reached its time limit: give more --time",
@@ -26,12 +44,17 @@ FAILED = {
     "OUT_OF_MEMORY": "it needed more memory than it had asked for: export SBATCH_MEM_PER_NODE, e.g. as 32G",
     "NODE_FAIL": "a node of it failed: submit it again",
     "BOOT_FAIL": "a node of it did not boot: submit it again",
-    "PREEMPTED": "a job of higher priority took its place: submit it again",
+    PREEMPTED: "a job of higher priority took its place: submit it again",
     "DEADLINE": "it could not end before its deadline",
-    "GONE": "Slurm does not know this job (it forgets a job some minutes after its end)",
+    GONE: "Slurm does not know this job (it forgets a job some minutes after its end)",
 }
-# Reasons for which a job would wait forever, unless an administrator changes the cluster.
-NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit")
+# Reasons for which a job would wait forever, unless an administrator changes the cluster: it asks for more
+# than a job may have in its partition, or by its QOS or account, or for less than it has to. Berkeley's Savio
+# tells its users of jobs that "will never start but do not give an error message", for the reasons
+# QOSMaxWallDurationPerJobLimit, QOSMaxNodePerJobLimit, QOSMinCpuNotSatisfied and QOSMinGRES.
+NEVER = re.compile(r"Partition(Config|NodeLimit|TimeLimit)|(QOS|Assoc)Max\w+PerJob(Limit)?|QOSMin\w+")
+# A reason for which a job is held until its user releases it: a node could not start it.
+LAUNCH_FAILED = "launch_failed_requeued_held"
 
 # What Slurm says when it refuses a job (slurm_errno.c) or never starts it (NEVER), and what to do about
 # it; the first pattern found counts.
@@ -43,6 +66,8 @@ REFUSALS = {
     "configuration file": "unset SLURM_CONF, or have it name Slurm's file",
     "accounting/QOS policy": "wait for other jobs of yours to end, or ask for less; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
+    "(QOS|Assoc)M(ax|in)": "ask for what your QOS and account allow a job; `sacctmgr show qos` and `sacctmgr "
+    "show associations user=$USER` show the limits",
     # The second is what a site's own plugin may say, which names the option that it wants.
     "mutually exclusive|--(gres|gpus|mem|cpus)": "SITE_GPUS, SITE_CPUS and SITE_MEM in slurm/site.sh tell "
     "how this site wants to be asked for GPUs, cores and memory (slurm/README.md); leave out options and "
@@ -70,28 +95,47 @@ UNCLEAR = (
     "Socket timed out|Zero Bytes were transmitted|Message (receive|send) failure|Unexpected message|"
     "Could not make sense of sbatch output"
 )
-QUEUE_SECONDS = 20  # until such a job is in the queue, if it is to be there
+# Until such a job is in the queue, if it is to be there.
+QUEUE_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What Slurm says of a job.
+
+    Attributes:
+        state: in Slurm's word, such as RUNNING; or `UNKNOWN` or `GONE`.
+        reason: why it waits, in Slurm's word, such as Priority; of an `UNKNOWN` job, Slurm's message.
+        restarts: how often it has come back to the queue.
+    """
+
+    state: str
+    reason: str = ""
+    restarts: int = 0
 
 
 def why_not_here() -> str:
     """Return why this machine cannot submit jobs; "" if it can, or the controller is just down."""
-    if missing := [command for command in ("sbatch", "srun") if not shutil.which(command)]:
-        return f"{missing[0]} is not on PATH"
+    for command in ("sbatch", "srun"):
+        if not shutil.which(command):
+            return f"{command} is not on PATH"
     fatal = re.search(r"fatal: (.*configuration.*)", ask("scontrol", "ping").stderr)
     return f"sbatch is on PATH, but knows no controller: {fatal[1]}" if fatal else ""
 
 
 def job_of_this_shell() -> str:
     """Return what a new job does not get, as this shell's own job holds it; "" if it is in none."""
-    number, nodes = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
-    if not number:
+    job_id = os.environ.get("SLURM_JOB_ID")
+    if not job_id:
         return ""
-    in_it = "`SLURM_SUBMIT_DIR=$PWD bash slurm_submit.sh`, in the folder of a stage, trains there"
-    if place.job_id():  # on a node, where a job script cannot call srun
-        in_it = "--local runs here"
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    how_to_use_it = "`SLURM_SUBMIT_DIR=$PWD bash slurm_submit.sh`, in the folder of a stage, trains there"
+    if place.job_id():
+        # This is one of its nodes, where a job script cannot call srun.
+        how_to_use_it = "--local runs here"
     return (
-        f"this shell is in job {number}, which holds its part of {nodes}: a new job gets other cores and "
-        f"GPUs, or waits until that one ends (exit); {in_it}"
+        f"this shell is in job {job_id}, which holds its part of {nodes}: a new job gets other cores and "
+        f"GPUs, or waits until that one ends (exit); {how_to_use_it}"
     )
 
 
@@ -101,7 +145,8 @@ def ask(
     """Run a command to its end; never raise.
 
     Args:
-        seconds: a command that takes longer is ended, with exit code 124. A missing one has 127.
+        seconds: a command that takes longer is ended, with `TIMED_OUT_EXIT_CODE`. A missing one has
+            `NOT_FOUND_EXIT_CODE`.
         input: its standard input.
         where: `cwd` and `env`, as for `subprocess.run`.
     """
@@ -116,9 +161,11 @@ def ask(
             **where,
         )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"{command[0]}: no answer after {seconds:.0f} s")
+        message = f"{command[0]}: no answer after {seconds:.0f} s"
+        return subprocess.CompletedProcess(command, TIMED_OUT_EXIT_CODE, stdout="", stderr=message)
     except OSError as error:
-        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {reason(error)}")
+        message = f"{command[0]}: {reason(error)}"
+        return subprocess.CompletedProcess(command, NOT_FOUND_EXIT_CODE, stdout="", stderr=message)
 
 
 def sent_from(folder: Path, seconds: float = 0) -> str:
@@ -130,29 +177,76 @@ def sent_from(folder: Path, seconds: float = 0) -> str:
     """
     until = time.monotonic() + seconds
     while True:
-        for line in ask("squeue", "--me", "--noheader", "--format=%i %o").stdout.splitlines():
-            number, _, script = line.strip().partition(" ")
+        for line in _squeue("--format=%i %o").stdout.splitlines():
+            job_id, _, script = line.strip().partition(" ")
             if Path(script).parent == folder:
-                return number
+                return job_id
         if time.monotonic() >= until:
             return ""
         time.sleep(1)
 
 
-def job_facts(job_id: str) -> dict[str, str]:
-    """Ask `scontrol show job` for facts such as JobState, Reason, ExitCode, NodeList and Restarts.
+def job_status(job_ids: Sequence[str]) -> dict[str, JobStatus]:
+    """Ask Slurm for the status of jobs of this user: its controller once for all of them.
 
-    While Slurm does not answer that, JobState is UNKNOWN and Reason its message. For a job that it has
-    forgotten there is only JobState, from accounting if there is any, else GONE.
+    Of jobs that it has forgotten, some minutes after their end, accounting is asked, if there is any.
     """
-    shown = ask("scontrol", "--oneliner", "show", "job", job_id)
-    if shown.returncode == 0:
-        unknown = {"JobState": "UNKNOWN", "Reason": "its answer names no state"}
-        return unknown | fields(shown.stdout)
-    if "Invalid job id" not in shown.stderr:
-        return {"JobState": "UNKNOWN", "Reason": shown.stderr.strip().rpartition("\n")[2]}
-    ended = ask("sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--format=State%20")
-    return {"JobState": (ended.stdout.split() or ["GONE"])[0]}
+    shown = _squeue(
+        "--states=all",
+        f"--jobs={','.join(job_ids)}",
+        "--Format=JobID:20,State:20,RestartCnt:20,Reason:200",
+    )
+    # The message is for a single job; of several, those that are forgotten are left out.
+    if shown.returncode and "Invalid job id" not in shown.stderr:
+        message = shown.stderr.strip().rpartition("\n")[2]
+        return dict.fromkeys(job_ids, JobStatus(UNKNOWN, message))
+    known = {}
+    for line in shown.stdout.splitlines():
+        job_id, state, restarts, why = line.split(maxsplit=3)
+        # Some reasons are sentences; scontrol shows them as one word, and so do the pages of Slurm.
+        known[job_id] = JobStatus(state, why.strip().replace(" ", "_"), int(restarts))
+    forgotten = [job_id for job_id in job_ids if job_id not in known]
+    if forgotten:
+        known |= _status_by_accounting(forgotten)
+    return known
+
+
+def _squeue(*options: str) -> subprocess.CompletedProcess[str]:
+    """Ask squeue for jobs of this user.
+
+    With --me or a single number the controller sends only those, and not the jobs of everybody. The user's
+    SQUEUE_... variables would leave jobs out, or contradict the options.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    return ask("squeue", "--me", "--noheader", *options, env=environment)
+
+
+def _status_by_accounting(job_ids: Sequence[str]) -> dict[str, JobStatus]:
+    """Return how jobs have ended that the controller has forgotten; `GONE` if that is not known.
+
+    Accounting may call a job RUNNING that has ended while slurmdbd, or the controller, was down.
+    """
+    status = dict.fromkeys(job_ids, JobStatus(GONE))
+    shown = ask(
+        "sacct",
+        f"--jobs={','.join(job_ids)}",
+        "--allocations",
+        "--noheader",
+        "--parsable2",
+        "--format=JobID,State",
+    )
+    for line in shown.stdout.splitlines():
+        job_id, _, described = line.partition("|")
+        # It may be "CANCELLED by 1000".
+        state = described.partition(" ")[0]
+        if job_id in status and (state == COMPLETED or state in FAILED):
+            status[job_id] = JobStatus(state)
+    return status
+
+
+def never_starts(reason: str) -> bool:
+    """Return whether a job that waits for this reason would wait forever, as the cluster is."""
+    return NEVER.fullmatch(reason) is not None
 
 
 def fields(shown: str) -> dict[str, str]:
@@ -160,34 +254,41 @@ def fields(shown: str) -> dict[str, str]:
 
     The first field of a name counts: the user's command line, which is one of the last, may look like others.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in re.findall(r"(\w+)=(\S*)", shown):
-        found.setdefault(name, value)
-    return found
+        values.setdefault(name, value)
+    return values
 
 
 def cluster() -> str:
     """Return the cluster's name; empty if Slurm does not name it."""
-    found = re.search(r"^ClusterName\s*= (\S+)", ask("scontrol", "show", "config").stdout, re.MULTILINE)
-    return found[1] if found else ""
+    configuration = ask("scontrol", "show", "config").stdout
+    name = re.search(r"^ClusterName\s*= (\S+)", configuration, re.MULTILINE)
+    return name[1] if name else ""
 
 
 def default_partition() -> str | None:
     """Return the default partition; None if there is none, or Slurm does not answer."""
     names = ask("sinfo", "--noheader", "--format=%P").stdout.split()
-    return next((name.rstrip("*") for name in names if name.endswith("*")), None)
+    for name in names:
+        if name.endswith("*"):
+            return name.rstrip("*")
+    return None
 
 
 def most_gpus(partition: str | None = None) -> int:
     """Return the largest number of GPUs on a node, of a partition or of all; 0 if unknown."""
-    chosen = [f"--partition={partition}"] if partition else []
-    return max(map(_gpus, ask("sinfo", "--noheader", "--format=%G", *chosen).stdout.split()), default=0)
+    command = ["sinfo", "--noheader", "--format=%G"]
+    if partition:
+        command.append(f"--partition={partition}")
+    resources_of_nodes = ask(*command).stdout.split()
+    return max(map(_gpus, resources_of_nodes), default=0)
 
 
 def numbers(text: str) -> Iterator[int]:
     """Yield the numbers of ranks or cores in a list such as 0,2-4; what is no number is left out."""
-    for part in text.split(","):
-        first, _, last = part.partition("-")
+    for entry in text.split(","):
+        first, _, last = entry.partition("-")
         with suppress(ValueError):
             yield from range(int(first), int(last or first) + 1)
 
@@ -195,13 +296,14 @@ def numbers(text: str) -> Iterator[int]:
 def sbatch_message(text: str) -> str:
     """Return what sbatch says on stderr, without the prefixes that name sbatch."""
     lines = [line for line in text.strip().splitlines() if not line.startswith("Try ")]
-    empty = r"^(\S*sbatch: |error: |allocation failure: |Batch job submission failed: )*"
-    return "; ".join(dict.fromkeys(re.sub(empty, "", line) for line in lines))
+    prefixes = r"^(\S*sbatch: |error: |allocation failure: |Batch job submission failed: )*"
+    return "; ".join(dict.fromkeys(re.sub(prefixes, "", line) for line in lines))
 
 
 def advice(refusal: str) -> str:
-    """Return advice on a refusal by sbatch, its text in `refusal`, or on one of the reasons in `NEVER`."""
-    return next(fix for words, fix in REFUSALS.items() if re.search(words, refusal))
+    """Return advice on a refusal by sbatch, its text in `refusal`, or on a reason that `NEVER` matches."""
+    # The last pattern matches every text.
+    return next(fix for pattern, fix in REFUSALS.items() if re.search(pattern, refusal))
 
 
 def _gpus(gres: str) -> int:

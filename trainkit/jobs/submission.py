@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ from trainkit.record.columns import SINGLE, STAGE_FOLDERS
 if TYPE_CHECKING:
     import submitit
 
+# The time limit of a job where neither its user nor the site gives one.
 DEFAULT_MINUTES = 30
 # sbatch obeys these, and submitit knows nothing of them: it would wait, or look for other files.
 NOT_FOR_SUBMITIT = ("SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_ARRAY_INX")
@@ -48,10 +49,13 @@ OPTIONS_OF_OTHER_NAMES = {"SBATCH_TIMELIMIT": "time", "SBATCH_MEM_PER_NODE": "me
 class Request:
     """A request for one job.
 
-    `arguments` are options of the stage script, and `folder` is a new one (`new_folder`), for submitit's
-    files and the logs. `minutes` is the time limit; it and `partition` override the site's SBATCH_TIMELIMIT
-    and SBATCH_PARTITION. With `why_here`, a reason in words, it does not go to Slurm; each process on this
-    machine then has `threads` threads (`local.variables`).
+    Attributes:
+        arguments: options of the stage script.
+        folder: a new one (`new_folder`), for submitit's files and the logs.
+        minutes: the time limit; it overrides the site's SBATCH_TIMELIMIT.
+        partition: it overrides the site's SBATCH_PARTITION.
+        why_here: why it runs on this machine, in words; "" if it goes to Slurm.
+        threads: of each process on this machine (`local.variables`).
     """
 
     stage: Stage
@@ -79,12 +83,15 @@ class Request:
         """Return how the job asks for GPUs, cores and memory at this site, as {"gpus-per-node": "2", ...}."""
         return sbatch_options(self.site, self.resources)
 
-    @property
+    @cached_property
     def options(self) -> options.Options:
-        """Return what the arguments mean at this site."""
-        return read_options(
-            self.stage, [f"--checkpoint-dir={self.site.jobs_dir}", *self.arguments], self.site
-        )
+        """Return what the arguments mean at this site.
+
+        Raises:
+            UserError: as `read_options`.
+        """
+        arguments = [f"--checkpoint-dir={self.site.jobs_dir}", *self.arguments]
+        return read_options(self.stage, arguments, self.site)
 
     @property
     def results_dir(self) -> Path:
@@ -100,9 +107,11 @@ class Request:
     def setup(self) -> list[str]:
         """Return what the job's shell does first: all that is the same in every job (slurm/job_env.sh)."""
         source = f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}"
+        if self.stage.plain:
+            source += " --plain"
         return [
             "set -euo pipefail",
-            f"{source} --plain" if self.stage.plain else source,
+            source,
             f"export TRAINKIT_RESULTS_DIR={shlex.quote(str(self.results_dir))}",
         ]
 
@@ -131,7 +140,9 @@ def sending(request: Request) -> AbstractContextManager[Sent]:
     check_writable(request.results_dir / "runs", "results", fix)
     # A job without its log's folder fails without a log.
     check_writable(request.folder, "the job's logs", fix)
-    return _starting_here(request) if request.why_here else _sending_to_slurm(request)
+    if request.why_here:
+        return _starting_here(request)
+    return _sending_to_slurm(request)
 
 
 @contextmanager
@@ -154,12 +165,12 @@ def _starting_here(request: Request) -> Iterator[Sent]:
     if request.site.monitor:
         sampler = local.start_sampler(request.folder, job.job_id, log, variables)
     sent.handle = LocalHandle(
-        job.job_id,
-        request.resources.tasks,
-        log,
-        request.folder,
-        request.records_dir,
-        ended=job.done,
+        job_id=job.job_id,
+        tasks=request.resources.tasks,
+        log=log,
+        folder=request.folder,
+        results=request.records_dir,
+        has_ended=job.done,
         sampler=sampler,
     )
 
@@ -175,18 +186,20 @@ def _sending_to_slurm(request: Request) -> Iterator[Sent]:
         with _environment(variables), redirect_stderr(io.StringIO()):
             yield sent
         job_id = sent.job.job_id
-    except (FailedJobError, FailedSubmissionError) as error:  # refused; or sbatch names no job
+    except (FailedJobError, FailedSubmissionError) as error:
+        # sbatch has refused it, or names no job.
         job_id = _find_unnamed(request, slurm.sbatch_message(str(error))[:1000])
     sent.handle = SlurmHandle(
-        job_id,
-        request.resources.tasks,
-        request.folder / f"{job_id}_0_log.out",
-        request.site.jobs_dir / job_id,
-        request.records_dir,
+        job_id=job_id,
+        tasks=request.resources.tasks,
+        log=request.folder / f"{job_id}_0_log.out",
+        folder=request.site.jobs_dir / job_id,
+        results=request.records_dir,
     )
-    # Not every Slurm refuses at once a job that it can never start.
-    reason = sent.handle.state().detail
-    if reason in slurm.NEVER:
+    # Not every Slurm refuses at once a job that it can never start. Some give the reason later, and then
+    # `follow` tells it.
+    reason = sent.handle.state().reason
+    if slurm.never_starts(reason):
         sent.handle.cancel()
         shutil.rmtree(request.folder)
         raise UserError(f"Slurm would never start the job ({reason}): {slurm.advice(reason)}.")
@@ -227,8 +240,16 @@ def find(folder: Path, tasks: int, results: Path) -> Handle | None:
         return None
     log = folder / f"{job_id}_0_log.out"
     if by_slurm:
-        return SlurmHandle(job_id, tasks, log, folder.parents[1] / job_id, results)
-    return LocalHandle(job_id, tasks, log, folder, results, partial(local.has_ended, job_id, folder))
+        own_folder = folder.parents[1] / job_id
+        return SlurmHandle(job_id=job_id, tasks=tasks, log=log, folder=own_folder, results=results)
+    return LocalHandle(
+        job_id=job_id,
+        tasks=tasks,
+        log=log,
+        folder=folder,
+        results=results,
+        has_ended=partial(local.has_ended, job_id, folder),
+    )
 
 
 def preview(request: Request) -> str:
@@ -249,11 +270,11 @@ def job_script(request: Request) -> str:
 
     It is not the one that submitit writes: what that one is to call lies pickled in the folder of its job.
     """
-    shape, stage = request.resources, request.stage
-    asked = {
+    stage = request.stage
+    sbatch = {
         "job-name": stage.job_name,
-        "nodes": shape.nodes,
-        "ntasks-per-node": shape.tasks_per_node,
+        "nodes": request.resources.nodes,
+        "ntasks-per-node": request.resources.tasks_per_node,
         **request.sbatch_options,
         "time": request.timeout_min,
         "output": "%x-%j.log",
@@ -263,18 +284,21 @@ def job_script(request: Request) -> str:
     }
     for name, value in _sbatch_variables(request).items():
         option = name.removeprefix("SBATCH_").lower().replace("_", "-")
-        asked[OPTIONS_OF_OTHER_NAMES.get(name, option)] = value
-    lines = [
-        f"#SBATCH --{option}" if value is True else f"#SBATCH --{option}={shlex.quote(str(value))}"
-        for option, value in asked.items()
-    ]
+        sbatch[OPTIONS_OF_OTHER_NAMES.get(name, option)] = value
+    directives = []
+    for option, value in sbatch.items():
+        directive = f"#SBATCH --{option}"
+        if value is not True:
+            directive += f"={shlex.quote(str(value))}"
+        directives.append(directive)
     training = [str(stage.script), *request.arguments]
-    if stage.plain:  # in the place of the stage's own
+    if stage.plain:
+        # It takes the place of the stage's own script.
         training = [str(STAGES[stage.name].script), "--plain", *training]
     script = [
         "#!/bin/bash",
         "# A job of this site, by submit.py --dry-run. Save it, and send it: sbatch job.sh",
-        *lines,
+        *directives,
         "",
         *request.setup,
         f'choose_training {shlex.join(training)} "$@"',
@@ -298,13 +322,15 @@ def check(request: Request) -> None:
     if not request.stage.plain:
         check_sizes(opts, request.stage, request.resources)
     if request.why_here:
-        _check_machine(request, opts)
+        _check_machine(request)
 
 
 def why_local(here: bool) -> str:
     """Return why a job runs on this machine, as `here` requests; "" if it goes to Slurm."""
-    why = "--local" if here else slurm.why_not_here()
-    return why if here or not why else f"no Slurm here ({why})"
+    if here:
+        return "--local"
+    why_not = slurm.why_not_here()
+    return f"no Slurm here ({why_not})" if why_not else ""
 
 
 def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.Options:
@@ -315,8 +341,10 @@ def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.
     Raises:
         UserError: if an option is unknown or makes no sense.
     """
-    places = [f"--data-dir={site.data_dir}", f"--results-dir={site.results_dir}"]
-    return options.parse(stage.label, [*places, *(() if stage.plain else arguments)], known_only=stage.own)
+    words = [f"--data-dir={site.data_dir}", f"--results-dir={site.results_dir}"]
+    if not stage.plain:
+        words += arguments
+    return options.parse(stage.label, words, known_only=stage.own)
 
 
 def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
@@ -325,15 +353,15 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
     Raises:
         UserError: if not.
     """
-    available = None if stage.own else staging.TRAIN_IMAGES
     if stage.process_per_gpu:
         opts = opts.for_devices(shape.tasks)
     else:
         opts = opts.for_devices(0 if opts.no_cuda else shape.gpus, "GPUs")
-    options.check_sizes(opts, available)
+    available_images = None if stage.own else staging.TRAIN_IMAGES
+    options.check_sizes(opts, available_images)
 
 
-def _check_machine(request: Request, opts: options.Options) -> None:
+def _check_machine(request: Request) -> None:
     """Raise a UserError if this machine, which stands in for Slurm, lacks what is asked for."""
     shape = request.resources
     if shape.nodes > 1:
@@ -342,12 +370,12 @@ def _check_machine(request: Request, opts: options.Options) -> None:
             "submit on a login node."
         )
     # Without GPUs, ranks on the CPU stand in for as many as requested.
-    gpus = 0 if opts.no_cuda else local.gpus_here()
+    gpus = 0 if request.options.no_cuda else local.gpus_here()
     if 0 < gpus < shape.gpus:
-        on_cpu = "" if request.stage.plain else ", or add --no-cuda to train on its CPU"
-        raise UserError(
-            f"--gpus {shape.gpus} is more than the {gpus} GPU(s) of this machine: lower it{on_cpu}."
-        )
+        fix = "lower it"
+        if not request.stage.plain:
+            fix += ", or add --no-cuda to train on its CPU"
+        raise UserError(f"--gpus {shape.gpus} is more than the {gpus} GPU(s) of this machine: {fix}.")
 
 
 def _find_unnamed(request: Request, refusal: str) -> str:
@@ -360,7 +388,8 @@ def _find_unnamed(request: Request, refusal: str) -> str:
         shutil.rmtree(request.folder)
         fix = f"{slurm.advice(refusal)}; --local runs it on this machine"
         raise UserError(f"Slurm did not take the job ({refusal}): {fix}.")
-    if job_id := _adopt(request.folder, slurm.QUEUE_SECONDS):
+    job_id = _adopt(request.folder, slurm.QUEUE_SECONDS)
+    if job_id:
         return job_id
     raise UserError(
         f"Slurm may have taken the job or not (sbatch: {refusal or 'no word'}), and it is not in the queue "
@@ -400,55 +429,94 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
         UserError: for a mistake in it, or in slurm/site.sh.
     """
     stage = STAGES[stage_name]
+    parser = _parser(stage, description)
+    own_words, for_training = split(sys.argv[1:])
+    if own_words[-2:] == ["--plain", "-m"]:
+        parser.error("--plain takes a file, not a module: YOUR_TRAINING.md shows one that runs a module")
+    own_options, unknown = parser.parse_known_args(own_words)
+    if own_options.plain and (unknown or own_options.script):
+        misplaced = unknown[0] if unknown else "--script"
+        parser.error(
+            f"{misplaced} is not for plain scripts: put the arguments of {own_options.plain} after its name"
+        )
+    script = own_options.script or own_options.plain
+    if script:
+        stage = stage.with_script(script, plain=bool(own_options.plain))
+    arguments = (*unknown, *for_training)
+    why_here = why_local(own_options.local)
+    gpus = own_options.gpus
+    if gpus is None:
+        gpus = stage.default_gpus
+        if stage.name != SINGLE and why_here and "--no-cuda" not in arguments:
+            gpus = local.gpus_here() or gpus
+    site = read_site()
+    request = Request(
+        stage=stage,
+        resources=resources(stage, gpus, own_options.nodes, own_options.cpus_per_gpu),
+        arguments=arguments,
+        site=site,
+        folder=new_folder(site, stage),
+        minutes=own_options.time,
+        partition=own_options.partition,
+        why_here=why_here,
+    )
+    return request, own_options
+
+
+def _parser(stage: Stage, description: str) -> Parser:
     parser = Parser(
         description=description,
         epilog=f"All other options go to the training unchanged; `python {stage.script.name} --help` "
         "lists them.\nWhat follows -- always goes there: python submit.py -- --dry-run",
     )
-    add = parser.add_argument
-    own_script = f"your own training, such as a copy of {stage.script.name} with another model"
-    add("--script", metavar="FILE.py", type=given, help=own_script)
-    any_script = "a script that does not use the kit; everything after it is its own arguments"
-    add("--plain", metavar="FILE.py", type=given, help=f"{any_script} (YOUR_TRAINING.md)")
-    here = "" if stage.name == SINGLE else "; without Slurm, all GPUs of this machine, if it has any"
-    gpus = f"GPUs of the whole job, shared equally by its nodes (default: {stage.default_gpus}{here}); "
-    add("--gpus", type=at_least(0), metavar="N", help=f"{gpus}0: one process per node, on its CPU")
-    add("--nodes", type=at_least(1), default=1, metavar="N", help="nodes (default: %(default)s)")
-    cores = "CPU cores for each GPU's process and its loader (default: %(default)s)"
-    add("--cpus-per-gpu", type=at_least(1), default=2, metavar="N", help=cores)
-    add("--partition", metavar="NAME", help="partition (default: the site file's, or the cluster's)")
-    limit = f"time limit, as HH:MM:SS or in minutes (default: the site file's, or {DEFAULT_MINUTES})"
-    add("--time", type=time_limit, metavar="LIMIT", help=limit)
-    add("--local", action="store_true", help="run it on this machine, even if there is a Slurm")
-    add("--dry-run", action="store_true", help="print a job script for sbatch, and submit nothing")
-    add("--wait", action="store_true", help="show the job's state until it has ended")
-    mine, theirs = split(sys.argv[1:])
-    if mine[-2:] == ["--plain", "-m"]:
-        parser.error("--plain takes a file, not a module: YOUR_TRAINING.md shows one that runs a module")
-    own, unknown = parser.parse_known_args(mine)
-    if own.plain and (unknown or own.script):
-        wrong = unknown[0] if unknown else "--script"
-        parser.error(f"{wrong} is not for plain scripts: put the arguments of {own.plain} after its name")
-    if own.script or own.plain:
-        stage = stage.with_script(own.script or own.plain, plain=bool(own.plain))
-    for_the_stage = (*unknown, *theirs)
-    why_here = why_local(own.local)
-    if own.gpus is None:
-        own.gpus = stage.default_gpus
-        if stage.name != SINGLE and why_here and "--no-cuda" not in for_the_stage:
-            own.gpus = local.gpus_here() or stage.default_gpus
-    site = read_site()
-    request = Request(
-        stage=stage,
-        resources=resources(stage, own.gpus, own.nodes, own.cpus_per_gpu),
-        arguments=for_the_stage,
-        site=site,
-        folder=new_folder(site, stage),
-        minutes=own.time,
-        partition=own.partition,
-        why_here=why_here,
+    parser.add_argument(
+        "--script",
+        metavar="FILE.py",
+        type=given,
+        help=f"your own training, such as a copy of {stage.script.name} with another model",
     )
-    return request, own
+    parser.add_argument(
+        "--plain",
+        metavar="FILE.py",
+        type=given,
+        help="a script that does not use the kit; everything after it is its own arguments "
+        "(YOUR_TRAINING.md)",
+    )
+    without_slurm = "" if stage.name == SINGLE else "; without Slurm, all GPUs of this machine, if it has any"
+    parser.add_argument(
+        "--gpus",
+        type=at_least(0),
+        metavar="N",
+        help="GPUs of the whole job, shared equally by its nodes (default: "
+        f"{stage.default_gpus}{without_slurm}); 0: one process per node, on its CPU",
+    )
+    parser.add_argument(
+        "--nodes", type=at_least(1), default=1, metavar="N", help="nodes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cpus-per-gpu",
+        type=at_least(1),
+        default=2,
+        metavar="N",
+        help="CPU cores for each GPU's process and its loader (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--partition", metavar="NAME", help="partition (default: the site file's, or the cluster's)"
+    )
+    parser.add_argument(
+        "--time",
+        type=time_limit,
+        metavar="LIMIT",
+        help=f"time limit, as HH:MM:SS or in minutes (default: the site file's, or {DEFAULT_MINUTES})",
+    )
+    parser.add_argument(
+        "--local", action="store_true", help="run it on this machine, even if there is a Slurm"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print a job script for sbatch, and submit nothing"
+    )
+    parser.add_argument("--wait", action="store_true", help="show the job's state until it has ended")
+    return parser
 
 
 def announce(request: Request, job: Handle) -> None:
@@ -457,17 +525,19 @@ def announce(request: Request, job: Handle) -> None:
         tell(f"{request.why_here}: running as {request.resources.tasks} local process(es)")
     else:
         tell(f"job {job.job_id} submitted: {request.resources}")
-        if held := slurm.job_of_this_shell():
-            tell(f"note: {held}")
+        held_by_this_shell = slurm.job_of_this_shell()
+        if held_by_this_shell:
+            tell(f"note: {held_by_this_shell}")
     tell(job.how_to_follow())
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Split off what always goes to the training: what follows -- or a plain script."""
-    for place, word in enumerate(arguments):
-        if word == "--":
-            return arguments[:place], arguments[place + 1 :]
-        if word.partition("=")[0] == "--plain":
-            end = place + (1 if "=" in word else 2)
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            return arguments[:index], arguments[index + 1 :]
+        option, has_value, _ = argument.partition("=")
+        if option == "--plain":
+            end = index + 1 if has_value else index + 2
             return arguments[:end], arguments[end:]
     return arguments, []

@@ -12,15 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.advice.constraints import Constraints
 from trainkit.config.options import Options
 from trainkit.errors import UserError, tell
 from trainkit.files import check_writable, locked, replacing
-from trainkit.jobs import slurm, submission
+from trainkit.jobs import following, slurm, submission
 from trainkit.jobs.following import NEVER_MET, Handle, LocalHandle, State
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Resources, Stage, resources
@@ -28,18 +29,25 @@ from trainkit.jobs.submission import Request
 from trainkit.record import records
 from trainkit.record.columns import DP
 
-EPOCHS = 3  # one to warm up, two to measure
-FINISHED = "finished"  # in the folder of a run whose plain script ended well
-ENDED = ("done", "failed")
-CSV_SECONDS = 60  # a shared file system may show a new file this late on another machine
+# Epochs of a run: one to warm up, two to measure.
+EPOCHS = 3
+# A file in the folder of a run whose plain script ended well.
+FINISHED = "finished"
+# A shared file system may show a new file this late on another machine.
+CSV_SECONDS = 60
+# What stays the same on every number of GPUs: the global batch size, that of each GPU, or each in turn.
+STRONG, WEAK, BOTH = "strong", "weak", "both"
 
 
 @dataclass(frozen=True)
 class PlannedRun:
     """One configuration and the number of its repeat.
 
-    `batch_size` is the global one. `num_workers` is None for the resident loader, `train_size` is
-    None for all training images.
+    Attributes:
+        batch_size: the global one.
+        num_workers: loader processes of each process; None for the resident loader.
+        train_size: images per epoch; None for all.
+        repeat: from 1 on.
     """
 
     stage: Stage
@@ -52,16 +60,17 @@ class PlannedRun:
     @property
     def name(self) -> str:
         """Return a name that no other run of the sweep has."""
-        parts = [self.stage.label, f"{self.shape.gpus}gpu"]
+        settings = [self.stage.label, f"{self.shape.gpus}gpu"]
         if self.shape.nodes > 1:
-            parts.append(f"{self.shape.nodes}nodes")
+            settings.append(f"{self.shape.nodes}nodes")
         if not self.stage.plain:
-            parts.append(f"batch{self.batch_size}")
+            settings.append(f"batch{self.batch_size}")
         if self.num_workers is not None:
-            parts.append(f"workers{self.num_workers}")
+            settings.append(f"workers{self.num_workers}")
         if self.train_size is not None:
-            parts.append(f"train{self.train_size}")
-        return "-".join([*parts, f"r{self.repeat}"])
+            settings.append(f"train{self.train_size}")
+        settings.append(f"r{self.repeat}")
+        return "-".join(settings)
 
     def arguments(self) -> list[str]:
         """Return the options for the stage."""
@@ -77,8 +86,9 @@ class PlannedRun:
 class Grid:
     """The lists of which a sweep tries every combination; `PlannedRun` explains them.
 
-    `scaling` is strong (batch sizes are global), weak (they are per GPU) or both. Above
-    `gpus_per_node` GPUs a run is spread over several nodes.
+    Attributes:
+        scaling: strong (batch sizes are global), weak (they are per GPU) or both.
+        gpus_per_node: a run on more GPUs is spread over several nodes.
     """
 
     stages: tuple[Stage, ...]
@@ -87,20 +97,34 @@ class Grid:
     num_workers: tuple[int | None, ...] = (None,)
     train_sizes: tuple[int | None, ...] = (None,)
     repeats: int = 1
-    scaling: str = "strong"
+    scaling: str = STRONG
     gpus_per_node: int | None = None
+
+    def nodes(self, gpus: int) -> int:
+        """Return the nodes of a run on `gpus` in all."""
+        if self.gpus_per_node is None:
+            return 1
+        return math.ceil(gpus / self.gpus_per_node)
+
+    def batch_factors(self, gpus: int) -> list[int]:
+        """Return by which a batch size is multiplied for the global ones of runs on `gpus`."""
+        return {STRONG: [1], WEAK: [gpus], BOTH: [1, gpus]}[self.scaling]
 
 
 @dataclass(frozen=True)
 class Sweep:
     """What all runs share, and their folder, which holds the sweep's whole state: CSV and job of each.
 
-    `arguments` go to every run, and `opts` is what they mean at this `site`. `why_here` is why the runs are
-    on this machine, "" if they go to Slurm, and `gpus_here` the GPUs it may use. `minutes` is the time limit
-    of a run. The script of a `plain` sweep does not use the kit: its runs differ only in their GPUs.
-
     Its jobs are not an array of Slurm, though submitit could send one: all jobs of an array ask for the same
     nodes and GPUs, and those of a sweep differ in just that.
+
+    Attributes:
+        arguments: for every run.
+        opts: what they mean at this `site`.
+        minutes: the time limit of a run.
+        why_here: why the runs are on this machine; "" if they go to Slurm.
+        gpus_here: the GPUs of this machine that they may use.
+        plain: its script does not use the kit: the runs differ only in their GPUs.
 
     Raises:
         UserError: for options that the runs cannot share.
@@ -132,35 +156,51 @@ class Sweep:
         Raises:
             UserError: if none is left.
         """
-        planned, left_out = {}, Counter()
-        repeats = range(1, grid.repeats + 1)
-        axes = repeats, sorted(grid.gpus), grid.stages, grid.batch_sizes, grid.num_workers
-        for repeat, gpus, stage, batch, num_workers, train_size in product(*axes, grid.train_sizes):
-            nodes = math.ceil(gpus / grid.gpus_per_node) if grid.gpus_per_node else 1
-            for factor in {"strong": [1], "weak": [gpus], "both": [1, gpus]}[grid.scaling]:
+        # A dictionary without values: strong and weak scaling may give the same run, which is planned once.
+        planned: dict[PlannedRun, None] = {}
+        left_out: Counter[str] = Counter()
+        combinations = product(
+            range(1, grid.repeats + 1),
+            sorted(grid.gpus),
+            grid.stages,
+            grid.batch_sizes,
+            grid.num_workers,
+            grid.train_sizes,
+        )
+        for repeat, gpus, stage, batch_size, num_workers, train_size in combinations:
+            for factor in grid.batch_factors(gpus):
                 try:
-                    shape = resources(stage, gpus, nodes, self.cpus_per_gpu)
-                    run = PlannedRun(stage, shape, batch * factor, num_workers, train_size, repeat)
+                    run = PlannedRun(
+                        stage=stage,
+                        shape=resources(stage, gpus, grid.nodes(gpus), self.cpus_per_gpu),
+                        batch_size=batch_size * factor,
+                        num_workers=num_workers,
+                        train_size=train_size,
+                        repeat=repeat,
+                    )
                     self._check(run)
                 except UserError as error:
-                    left_out[str(error).partition(":")[0]] += 1  # after the colon is advice for a single job
+                    # After the colon is advice for a single job.
+                    reason = str(error).partition(":")[0]
+                    left_out[reason] += 1
                 else:
-                    planned[run] = None  # once, even if strong and weak scaling give the same run
+                    planned[run] = None
         if not planned:
             raise UserError(f"no run is left ({'; '.join(left_out)}): change what is asked for.")
         return list(planned), left_out
 
     def _check(self, run: PlannedRun) -> None:
         """Raise a UserError if the run makes no sense."""
-        gpus, most = run.shape.gpus, self.gpus_here or len(os.sched_getaffinity(0))
-        if self.why_here and gpus > most:
-            raise UserError(f"{gpus} workers are more than the {most} found here")
+        gpus = run.shape.gpus
+        available = self.gpus_here or len(os.sched_getaffinity(0))
+        if self.why_here and gpus > available:
+            raise UserError(f"{gpus} workers are more than the {available} found here")
         on_cpu = self.opts.no_cuda or (self.why_here and not self.gpus_here)
         if run.stage.name == DP and gpus > 1 and on_cpu:
             raise UserError("without GPUs, stage dp on several devices is the plain model on one")
-        sizes = {"batch_size": run.batch_size, "train_size": run.train_size}
         if not self.plain:
-            submission.check_sizes(replace(self.opts, **sizes), run.stage, run.shape)
+            opts = replace(self.opts, batch_size=run.batch_size, train_size=run.train_size)
+            submission.check_sizes(opts, run.stage, run.shape)
 
     def claim(self, script: Path | None = None) -> AbstractContextManager:
         """Claim the folder for this sweep, for as long as the lock is held; `script` is a user's own.
@@ -169,22 +209,26 @@ class Sweep:
             UserError: if it cannot be written to, has other things in it, belongs to a sweep with other
                 options, or another sweep is at work in it.
         """
-        known = self.folder / "options.txt"
-        own = ["--script", str(script)] if script else []
-        mine = shlex.join([*own, *self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)])
+        words = [*self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)]
+        if script:
+            words = ["--script", str(script), *words]
+        options = shlex.join(words)
         check_writable(self.folder, "the sweep", "give another --out.")
-        others = [path for path in self.folder.iterdir() if path.name != ".lock"]
-        if others and not known.exists():
+        kept = self.folder / "options.txt"
+        other_things = [path for path in self.folder.iterdir() if path.name != ".lock"]
+        if other_things and not kept.exists():
             raise UserError(f"{self.folder} has other things in it: give a new or an empty --out.")
-        held = f"another sweep.py is at work in {self.folder}: wait, or stop it."
-        lock = locked(self.folder / ".lock", held)
-        if not known.exists():
-            with replacing(known) as file:
-                file.write(mine)
-        elif (was := known.read_text()) != mine:
+        in_use = f"another sweep.py is at work in {self.folder}: wait, or stop it."
+        lock = locked(self.folder / ".lock", in_use)
+        if not kept.exists():
+            with replacing(kept) as file:
+                file.write(options)
+            return lock
+        earlier_options = kept.read_text()
+        if earlier_options != options:
             raise UserError(
-                f"{self.folder} belongs to a sweep with the options {was}, not {mine}: its rows could not be "
-                "compared with these. Give another --out."
+                f"{self.folder} belongs to a sweep with the options {earlier_options}, not {options}: its "
+                "rows could not be compared with these. Give another --out."
             )
         return lock
 
@@ -194,37 +238,44 @@ class Sweep:
         Raises:
             UserError: if it was refused.
         """
-        place = self.folder / run.name
-        arguments, site = [*self.arguments], self.site._replace(results_dir=place)
+        run_folder = self.folder / run.name
+        arguments = [*self.arguments]
         if not self.plain:
-            arguments += [*run.arguments(), "--precision", precision]
-            arguments += ["--seed", str(self.opts.seed + run.repeat - 1), "--results-dir", str(place)]
-        folder = submission.new_folder(site, run.stage)
+            arguments += run.arguments()
+            arguments += ["--precision", precision]
+            arguments += ["--seed", str(self.opts.seed + run.repeat - 1)]
+            arguments += ["--results-dir", str(run_folder)]
+        site = self.site._replace(results_dir=run_folder)
+        job_folder = submission.new_folder(site, run.stage)
         request = Request(
             stage=run.stage,
             resources=run.shape,
             arguments=tuple(arguments),
             site=site,
-            folder=folder,
+            folder=job_folder,
             minutes=self.minutes,
             partition=self.partition,
             why_here=self.why_here,
-            threads=1 if self.why_here else None,  # or runs with fewer workers would have more threads each
+            # Else those of runs with fewer workers would have more threads each.
+            threads=1 if self.why_here else None,
         )
-        check_writable(place, "the run", "free the space, or give another --out.")
-        (place / "job").unlink(missing_ok=True)
-        (place / "job").symlink_to(folder)  # before the job, so that `attach` always finds it
+        check_writable(run_folder, "the run", "free the space, or give another --out.")
+        # The link comes before the job, so that `attach` always finds that.
+        link = run_folder / "job"
+        link.unlink(missing_ok=True)
+        link.symlink_to(job_folder)
         submit = submission.submitter(run.stage)
         return submit(request)
 
     def attach(self, run: PlannedRun) -> Handle | None:
         """Return the latest job of `run`, also of an earlier call, or None if there is none."""
-        place = self.folder / run.name
+        run_folder = self.folder / run.name
         try:
-            folder = (place / "job").readlink()
-        except OSError:  # there is none
+            job_folder = (run_folder / "job").readlink()
+        except OSError:
+            # There is none.
             return None
-        return submission.find(folder, run.shape.tasks, place / "runs")
+        return submission.find(job_folder, run.shape.tasks, run_folder / "runs")
 
     def finished(self, name: str = "*") -> list[Path]:
         """Return the CSVs of finished runs, of the run called `name` or of all runs.
@@ -234,19 +285,21 @@ class Sweep:
         """
         if self.plain:
             return sorted(self.folder.glob(f"{name}/{FINISHED}"))
-        return [
-            csv
-            for csvs, rows in self.runs(name)
-            if rows[-1]["epoch"] >= self.opts.epochs or rows[-1]["ended"]
-            for csv in csvs
-        ]
+        finished = []
+        for csvs, rows in self.runs(name):
+            last = rows[-1]
+            if last["epoch"] >= self.opts.epochs or last["ended"]:
+                finished += csvs
+        return finished
 
     def precision(self) -> str:
         """Return the precision of all runs: the one requested, or "auto" until a run has chosen."""
         if self.plain:
             return ""
-        chosen = (rows[0]["precision"] for _, rows in self.runs("*"))
-        return next(chosen, "auto") if self.opts.precision == "auto" else self.opts.precision
+        if self.opts.precision == "auto":
+            for _, rows in self.runs("*"):
+                return rows[0]["precision"]
+        return self.opts.precision
 
     def runs(self, name: str) -> Iterator[tuple[list[Path], list[records.Row]]]:
         """Yield the run called `name`, `*` for all, each with the CSVs of its starts and with its rows."""
@@ -257,7 +310,8 @@ class Sweep:
                 starts |= records.by_run(records.read(csv))
                 files[csv.stem] = csv
         for rows in records.join(starts).values():
-            yield [files[start] for start in dict.fromkeys(row["start"] for row in rows)], rows
+            starts_in_order = dict.fromkeys(row["start"] for row in rows)
+            yield [files[start] for start in starts_in_order], rows
 
 
 def run(
@@ -288,110 +342,185 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
     Raises:
         UserError: if a job is refused while none is active, or Slurm does not answer.
     """
-    todo = [run for run in planned if not sweep.finished(run.name)]
-    over = {"failed"} if sweep.plain else ENDED  # a plain one may have ended well meanwhile
-    active = {run: job for run in todo if (job := sweep.attach(run)) and job.state().name not in over}
-    waiting = [run for run in todo if run not in active]
-    most = room = 1 if sweep.why_here else max_jobs
-    shown: dict[PlannedRun, State] = {}
-    failed: list[str] = []
-    if waiting and most > 1 and sweep.precision() == "auto":
+    queue = _Queue(sweep, planned, most_jobs=1 if sweep.why_here else max_jobs)
+    if queue.waiting and queue.most_jobs > 1 and sweep.precision() == "auto":
         tell("the first run goes alone, and sets the precision of all (or give --precision)")
     try:
-        while waiting or active:
-            precision = sweep.precision()
-            while waiting and len(active) < min(room, 1 if precision == "auto" else most):
-                try:
-                    active[waiting[0]] = sweep.submit(waiting[0], precision)
-                    waiting.pop(0)
-                    room = most
-                except UserError as error:
-                    room = len(active)  # perhaps the site limits a user's jobs: wait until one has ended
-                    if not active:
-                        raise
-                    tell(f"{waiting[0].name} waits for the end of another job: {error}")
-            for run, handle in list(active.items()):
-                state = handle.state()
-                if state.name in ENDED:
-                    del active[run]
-                    ending, well = _ending(sweep, run, handle, state)
-                    failed += [] if well else [run.name]
-                    number = len(planned) - len(waiting) - len(active)
-                    tell(f"[{number}/{len(planned)}] {run.name} {ending}")
-                elif state != shown.get(run):
-                    shown[run] = state
-                    tell(f"{run.name} {state.name}: {state.detail}")
-            if active:
-                time.sleep(min(handle.poll_seconds for handle in active.values()))
+        while queue.waiting or queue.active:
+            queue.submit()
+            queue.look()
+            if queue.active:
+                time.sleep(min(handle.poll_seconds for handle in queue.active.values()))
     except KeyboardInterrupt:
-        local = [handle for handle in active.values() if isinstance(handle, LocalHandle)]
-        for handle in local:
+        queue.stop()
+        tell(f"\nto go on: {command_to_go_on(go_on_in)}", sys.stderr)
+        raise
+    return queue.failed
+
+
+@dataclass
+class _Queue:
+    """The runs of a sweep that are not finished.
+
+    Attributes:
+        most_jobs: how many may be active at a time.
+        waiting: those that have no job so far.
+        active: those that have, and their jobs.
+        failed: the names of those that failed.
+        room: how many may be active until another has ended: the site may limit a user's jobs, too.
+        shown: what was printed of each at last.
+    """
+
+    sweep: Sweep
+    planned: list[PlannedRun]
+    most_jobs: int
+    waiting: list[PlannedRun] = field(default_factory=list)
+    active: dict[PlannedRun, Handle] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    room: int = 0
+    shown: dict[PlannedRun, State] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Take up the jobs of an earlier call that have not ended."""
+        self.room = self.most_jobs
+        unfinished = [run for run in self.planned if not self.sweep.finished(run.name)]
+        jobs = {run: self.sweep.attach(run) for run in unfinished}
+        earlier = {run: job for run, job in jobs.items() if job}
+        for (run, job), state in zip(earlier.items(), following.states([*earlier.values()]), strict=True):
+            # A plain script may have ended well since then.
+            if not state.is_final or (state.name == "done" and self.sweep.plain):
+                self.active[run] = job
+        self.waiting = [run for run in unfinished if run not in self.active]
+
+    def submit(self) -> None:
+        """Submit runs that wait, as many as may be active.
+
+        Raises:
+            UserError: if one is refused while none is active.
+        """
+        precision = self.sweep.precision()
+        # The first run chooses the precision of all.
+        most_jobs = 1 if precision == "auto" else self.most_jobs
+        while self.waiting and len(self.active) < min(self.room, most_jobs):
+            run = self.waiting[0]
+            try:
+                self.active[run] = self.sweep.submit(run, precision)
+            except UserError as error:
+                if not self.active:
+                    raise
+                self.room = len(self.active)
+                tell(f"{run.name} waits for the end of another job: {error}")
+            else:
+                self.waiting.pop(0)
+                self.room = self.most_jobs
+
+    def look(self) -> None:
+        """Print what has changed of the active runs, and take out those that have ended."""
+        handles = [*self.active.values()]
+        for run, handle, state in zip([*self.active], handles, following.states(handles), strict=True):
+            if state.is_final:
+                del self.active[run]
+                ending = _ending(self.sweep, run, handle, state)
+                if not ending.well:
+                    self.failed.append(run.name)
+                number = len(self.planned) - len(self.waiting) - len(self.active)
+                tell(f"[{number}/{len(self.planned)}] {run.name} {ending.sentence}")
+            elif state != self.shown.get(run):
+                self.shown[run] = state
+                tell(f"{run.name} {state.name}: {state.detail}")
+
+    def stop(self) -> None:
+        """End the processes of this machine, and tell how to stop the jobs of Slurm, which go on."""
+        in_slurm = []
+        for handle in self.active.values():
+            if not isinstance(handle, LocalHandle):
+                in_slurm.append(handle.job_id)
+                continue
             handle.cancel()
             while handle.state().name == "running":
                 time.sleep(0.1)
-        if in_slurm := [handle.job_id for handle in active.values() if handle not in local]:
+        if in_slurm:
             message = f"{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(in_slurm)}"
             tell(f"\n{message}", sys.stderr)
-        tell(f"\nto go on: {command_to_go_on(go_on_in)}", sys.stderr)
-        raise
-    return failed
 
 
-def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> tuple[str, bool]:
-    """Return how a run has ended, in words, and whether it went well."""
-    if sweep.plain and state.name == "done":
+class _Ending(NamedTuple):
+    """How a run has ended, in words, and whether it went well."""
+
+    sentence: str
+    well: bool
+
+
+def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> _Ending:
+    """Return how a run has ended, once its CSV can be seen."""
+    if state.name == "failed":
+        return _Ending(f"failed: {state.detail} (log: {handle.log})", well=False)
+    if sweep.plain:
         (sweep.folder / run.name / FINISHED).touch()
-        alone = next((line.removeprefix("watch   ") for line in handle.verdict() if NEVER_MET in line), "")
-        return f"finished; {alone}" if alone else "finished", True
-    until = time.monotonic() + (CSV_SECONDS if state.name == "done" else 0)
-    while not (csvs := sweep.finished(run.name)) and time.monotonic() < until:
+        for line in handle.verdict():
+            if NEVER_MET in line:
+                return _Ending(f"finished; {line.removeprefix('watch   ')}", well=True)
+        return _Ending("finished", well=True)
+    until = time.monotonic() + CSV_SECONDS
+    csvs = sweep.finished(run.name)
+    while not csvs and time.monotonic() < until:
         time.sleep(1)
-    if csvs and state.name == "done":
-        return f"finished: {records.read(csvs[-1])[-1]['images_per_s']:,.0f} images/s", True
-    why = state.detail if state.name == "failed" else "it has left no CSV with all epochs"
-    return f"failed: {why} (log: {handle.log})", False
+        csvs = sweep.finished(run.name)
+    if not csvs:
+        return _Ending(f"failed: it has left no CSV with all epochs (log: {handle.log})", well=False)
+    last = records.read(csvs[-1])[-1]
+    return _Ending(f"finished: {last['images_per_s']:,.0f} images/s", well=True)
 
 
 def command_to_go_on(folder: Path) -> str:
     """Return the command line of this program, with --out."""
-    own, _ = submission.split(sys.argv[1:])  # a plain script may have an --out, too
-    out = [] if "--out" in own else ["--out", str(folder)]
-    return shlex.join([sys.executable, str(Path(sys.argv[0]).absolute()), *out, *sys.argv[1:]])
+    command = [sys.executable, str(Path(sys.argv[0]).absolute())]
+    # A plain script may have an --out, too.
+    own_words, _ = submission.split(sys.argv[1:])
+    if "--out" not in own_words:
+        command += ["--out", str(folder)]
+    return shlex.join([*command, *sys.argv[1:]])
 
 
 def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
     """Print how many runs are planned, and how long they take."""
-    todo = [run for run in planned if not sweep.finished(run.name)]
-    plan = f"{len(planned)} runs, {len(planned) - len(todo)} of them finished"
+    unfinished = [run for run in planned if not sweep.finished(run.name)]
+    plan = f"{len(planned)} runs, {len(planned) - len(unfinished)} of them finished"
     if run_seconds:
-        plan += f"; the others take at least about {math.ceil(len(todo) * run_seconds / 60)} minute(s)"
+        minutes = math.ceil(len(unfinished) * run_seconds / 60)
+        plan += f"; the others take at least about {minutes} minute(s)"
     elif not sweep.why_here:
-        hours = sum(run.shape.gpus for run in todo) * sweep.minutes / 60
+        gpu_hours = sum(run.shape.gpus for run in unfinished) * sweep.minutes / 60
         plan += (
-            f"; the others take {hours:.1f} GPU-hours if each needs its whole time limit of "
+            f"; the others take {gpu_hours:.1f} GPU-hours if each needs its whole time limit of "
             f"{sweep.minutes} minutes"
         )
     tell(plan)
-    held = "" if sweep.why_here else slurm.job_of_this_shell()
-    if held:
-        tell(f"note: {held}")
+    held_by_this_shell = "" if sweep.why_here else slurm.job_of_this_shell()
+    if held_by_this_shell:
+        tell(f"note: {held_by_this_shell}")
 
 
 def _compare(sweep: Sweep, failed: list[str], constraints: Constraints | None) -> int:
     """Compare the finished runs, answer with `constraints` how many GPUs to ask for; return the exit code."""
-    code, csvs, all_reduce = 0, sweep.finished(), sweep.site.results_dir / "all_reduce"
+    exit_code = 0
+    compared = sweep.finished()
     if sweep.plain:
-        csvs = [csv for csvs, _ in sweep.runs("*") for csv in csvs]
+        compared = [csv for csvs, _ in sweep.runs("*") for csv in csvs]
     try:
-        if csvs:
-            from trainkit.advice.report import compare_and_answer  # loads pandas, which is needed here only
+        if compared:
+            # It loads pandas, which is needed here only.
+            from trainkit.advice.report import compare_and_answer
 
             tell("")
-            measured = [all_reduce] if all_reduce.is_dir() else []  # by the doctor
-            code = compare_and_answer([*csvs, *measured], sweep.folder, constraints)
+            times_by_the_doctor = sweep.site.results_dir / "all_reduce"
+            if times_by_the_doctor.is_dir():
+                compared.append(times_by_the_doctor)
+            exit_code = compare_and_answer(compared, sweep.folder, constraints)
         elif sweep.plain and sweep.finished():
             tell("\nno run has written a record to compare: YOUR_TRAINING.md shows how a script writes one")
-    finally:  # even if the comparison fails
+    finally:
+        # They are named even if the comparison fails.
         if failed:
             tell(f"failed: {', '.join(failed)}. The same command runs them again.", sys.stderr)
-    return 1 if failed else code
+    return 1 if failed else exit_code
