@@ -20,8 +20,10 @@ QUIET = {"SUBMITIT_LOG_LEVEL": "CRITICAL"}
 DAY_MINUTES = 24 * 60
 # Device nodes of NVIDIA's GPUs, of AMD's, and of both in Windows' Linux.
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
-GPUS = "TRAINKIT_GPUS"  # those of a job here, whatever submitit writes into CUDA_VISIBLE_DEVICES
-VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # on AMD's GPUs the first counts before the second
+# The variable with the GPUs of a job here, whatever submitit writes into CUDA_VISIBLE_DEVICES.
+GPUS = "TRAINKIT_GPUS"
+# On AMD's GPUs the first counts before the second.
+VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 def variables(
@@ -38,32 +40,35 @@ def variables(
     if threads is None:
         share = max(len(os.sched_getaffinity(0)) // ranks, 1)
         threads = os.environ.get("OMP_NUM_THREADS", share)
-    chosen = next((os.environ[name].split(",") for name in VISIBLE if name in os.environ), None)
-    if chosen is None:
-        chosen = [str(index) for index in range(gpus)]
-    return (
-        outside_of_jobs()
-        | QUIET
-        | {
-            "TRAINKIT_DATA_DIR": str(data_dir),
-            "TRAINKIT_RESULTS_DIR": str(results_dir),
-            job_folder.VARIABLE: str(folder),
-            GPUS: ",".join(chosen[:gpus]),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(place.free_port()),
-            "OMP_NUM_THREADS": str(threads),
-            # A script that is killed leaves what it has printed.
-            "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
-            # A queue.py in the current folder is not for submitit.
-            "PYTHONSAFEPATH": "1",
-        }
-    )
+    of_the_job = {
+        "TRAINKIT_DATA_DIR": str(data_dir),
+        "TRAINKIT_RESULTS_DIR": str(results_dir),
+        job_folder.VARIABLE: str(folder),
+        GPUS: ",".join(_chosen_gpus(gpus)),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(place.free_port()),
+        "OMP_NUM_THREADS": str(threads),
+        # A script that is killed leaves what it has printed.
+        "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
+        # A queue.py in the current folder is not for submitit.
+        "PYTHONSAFEPATH": "1",
+    }
+    return outside_of_jobs() | QUIET | of_the_job
+
+
+def _chosen_gpus(count: int) -> list[str]:
+    """Return the numbers of the first GPUs, of those that the user has chosen, if that is so."""
+    for name in VISIBLE:
+        if name in os.environ:
+            return os.environ[name].split(",")[:count]
+    return [str(index) for index in range(count)]
 
 
 def prepare(folder: Path, plain: bool, sampled: bool) -> None:
     """Make what slurm/job_env.sh would make in the job's folder."""
     if sampled:
-        (folder / samples.FOLDER).mkdir(exist_ok=True)  # where the ranks note their records
+        # The ranks note there where their records are.
+        (folder / samples.FOLDER).mkdir(exist_ok=True)
     if plain:
         (folder / job_folder.PLAIN).touch()
         (folder / job_folder.CHECKPOINTS).mkdir()
@@ -79,15 +84,18 @@ def without_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def start_sampler(folder: Path, job_id: str, log: Path, env: dict[str, str]) -> subprocess.Popen:
-    """Start the sampler of a job with this environment; it outlives this program and ends the log."""
-    env = env | dict.fromkeys(VISIBLE, env[GPUS])
-    env.pop("PYTHONSAFEPATH")
+def start_sampler(folder: Path, job_id: str, log: Path, environment: dict[str, str]) -> subprocess.Popen:
+    """Start the sampler of a job, whose ranks have this environment.
+
+    It outlives this program, and ends the log.
+    """
+    environment = environment | dict.fromkeys(VISIBLE, environment[GPUS])
+    environment.pop("PYTHONSAFEPATH")
     sampled = folder / samples.FOLDER
     with log.open("ab") as output, (sampled / "log").open("w") as complaints:
         return subprocess.Popen(
             [sys.executable, REPOSITORY / "slurm" / "monitor.py", "--sample", sampled, "--until", job_id],
-            env=env,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=complaints,
@@ -97,33 +105,38 @@ def start_sampler(folder: Path, job_id: str, log: Path, env: dict[str, str]) -> 
 
 def has_ended(job_id: str, folder: Path) -> bool:
     """Return whether the process that controls the ranks of the job in `folder` has ended."""
-    try:  # the number may now belong to another program
-        return os.fsencode(folder) not in Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")
+    try:
+        command = Path("/proc", job_id, "cmdline").read_bytes().split(b"\0")
     except OSError:
         return True
+    # The number may now belong to another program.
+    return os.fsencode(folder) not in command
 
 
 def submitted(folder: Path) -> tuple[str, bool]:
     """Return the number of the job that submitit sent from `folder`, "" if none, and whether Slurm has it."""
-    name = next((path.name for path in folder.glob("[0-9]*_submitted.pkl")), "")
-    scripts = folder.glob("*submission*.sh")  # with a dot in front if submit.py was killed
-    return name.removesuffix("_submitted.pkl"), next(scripts, None) is not None
+    job_id = ""
+    for path in folder.glob("[0-9]*_submitted.pkl"):
+        job_id = path.name.removesuffix("_submitted.pkl")
+    # A script's name has a dot in front if submit.py was killed.
+    by_slurm = any(folder.glob("*submission*.sh"))
+    return job_id, by_slurm
 
 
 def outside_of_jobs() -> dict[str, str]:
     """Return this environment for another job, without what a launcher or the job that it is in has set."""
-    inside = "SLURM_JOB_ID" in os.environ
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not place.LEFT_BY_LAUNCHERS.fullmatch(name)
-        and not (inside and name.startswith("SLURM_") and name != "SLURM_CONF")
-    }
+    in_a_job = "SLURM_JOB_ID" in os.environ
+    variables = {}
+    for name, value in os.environ.items():
+        of_the_job = in_a_job and name.startswith("SLURM_") and name != "SLURM_CONF"
+        if not of_the_job and not place.LEFT_BY_LAUNCHERS.fullmatch(name):
+            variables[name] = value
+    return variables
 
 
-def new_name(word: str) -> str:
+def new_name(job_name: str) -> str:
     """Make a folder name that no other job has had, as numbers are reused."""
-    return f"{word}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    return f"{job_name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
 def gpus_here() -> int:
@@ -132,7 +145,8 @@ def gpus_here() -> int:
     Raises:
         UserError: if there are GPUs that PyTorch cannot use.
     """
-    if not any(next(Path("/dev").glob(name), None) for name in GPU_DEVICES):
+    device_nodes = [path for name in GPU_DEVICES for path in Path("/dev").glob(name)]
+    if not device_nodes:
         return 0
     from trainkit.devices import usable_gpus
 

@@ -13,7 +13,8 @@ from trainkit.errors import UserError
 from trainkit.jobs.site import WORDS, Site
 from trainkit.jobs.stages import Resources
 
-MEMORY_PER_GPU_GB = 8  # of the host: a process with CUDA and NCCL takes 2 to 4, and loaders come on top
+# Of the host: a process with CUDA and NCCL takes 2 to 4, and loaders come on top.
+MEMORY_PER_GPU_GB = 8
 
 
 def sbatch_options(site: Site, shape: Resources) -> dict[str, str]:
@@ -27,9 +28,11 @@ def sbatch_options(site: Site, shape: Resources) -> dict[str, str]:
     """
     words = dict(site.words)
     if not shape.gpus:
-        # What is counted by the GPU is asked for in the usual form then.
-        words = {name: WORDS[name] if "per-gpu=" in text else text for name, text in words.items()}
         del words["SITE_GPUS"]
+        for setting, text in words.items():
+            if "per-gpu=" in text:
+                # It could not be counted by the GPU, and is asked for in the usual form.
+                words[setting] = WORDS[setting]
     if site.memory_by_part:
         # That variable asks for memory, and --mem in a script would come before it.
         del words["SITE_MEM"]
@@ -70,12 +73,14 @@ def _options(setting: str, text: str, numbers: dict[str, int]) -> dict[str, str]
     options = {}
     for word in shlex.split(text):
         option, _, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not value or "%" in value and option not in numbers:
+        has_number = "%" in value
+        is_option = word.startswith("--") and value != ""
+        if not is_option or (has_number and option not in numbers):
             raise UserError(
                 f"{setting} of slurm/site.sh has {word!r}: write options of sbatch with = and a value, as in "
                 f"{WORDS[setting]}. A %d may be in --{', --'.join(numbers)}."
             )
-        if setting == "SITE_MEM" and "%" in value and value != "%dG":
+        if setting == "SITE_MEM" and has_number and value != "%dG":
             raise UserError(f"{setting} of slurm/site.sh has {word!r}: write GB, as in --{option}=%dG.")
         options[option] = value.replace("%d", str(numbers.get(option)))
     if setting == "SITE_GPUS" and text and "%d" not in text:

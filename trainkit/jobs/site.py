@@ -13,12 +13,28 @@ from trainkit.jobs.stages import REPOSITORY
 WORDS = {"SITE_GPUS": "--gpus-per-node=%d", "SITE_CPUS": "--cpus-per-task=%d", "SITE_MEM": "--mem=%dG"}
 
 
+# Reading slurm/site.sh may take so long: some sites load modules there.
+SITE_FILE_SECONDS = 120
+# It prints the settings; its arguments are slurm/site_env.sh and the defaults of `WORDS`.
+READ_SITE = """
+set -euo pipefail
+set -a
+SITE_GPUS=$2 SITE_CPUS=$3 SITE_MEM=$4
+source "$1" >&2
+export ${!SBATCH_*} JOBS_DIR SITE_MONITOR
+# Here they may also be arrays, which cannot be exported.
+env -0 SITE_GPUS="${SITE_GPUS[*]}" SITE_CPUS="${SITE_CPUS[*]}" SITE_MEM="${SITE_MEM[*]}"
+"""
+
+
 class Site(NamedTuple):
     """The settings of slurm/site.sh, with the defaults of slurm/site_env.sh and `WORDS`.
 
-    `sbatch` has the SBATCH_* variables, including this shell's. `jobs_dir` has a folder per job.
-    `words` has SITE_GPUS, SITE_CPUS and SITE_MEM, which sbatch_options.py explains. `monitor` is whether
-    jobs are sampled.
+    Attributes:
+        sbatch: the SBATCH_* variables, including this shell's.
+        jobs_dir: it has a folder for each job.
+        words: SITE_GPUS, SITE_CPUS and SITE_MEM, which sbatch_options.py explains.
+        monitor: whether jobs are sampled.
     """
 
     sbatch: dict[str, str]
@@ -34,7 +50,10 @@ class Site(NamedTuple):
 
         To sbatch, --mem in a script comes before that.
         """
-        return next(filter(self.sbatch.get, ("SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU")), "")
+        for name in ("SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"):
+            if self.sbatch.get(name):
+                return name
+        return ""
 
     @property
     def minutes(self) -> int | None:
@@ -43,15 +62,17 @@ class Site(NamedTuple):
         Its forms are those of sbatch --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
         days-hours:minutes and days-hours:minutes:seconds.
         """
-        limit = self.sbatch.get("SBATCH_TIMELIMIT", "")
-        found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
-        if not found:
+        limit = re.fullmatch(
+            r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?",
+            self.sbatch.get("SBATCH_TIMELIMIT", ""),
+        )
+        if not limit:
             return None
-        days, *parts = (int(part or 0) for part in found.groups())
-        if found[1] is None and found[4] is None:
-            parts = [0, *parts[:2]]
-        hours, minutes, seconds = parts
-        return (days * 24 + hours) * 60 + minutes + math.ceil(seconds / 60)
+        first, second, third = (int(limit[name] or 0) for name in ("first", "second", "third"))
+        if limit["days"] is None and limit["third"] is None:
+            return first + math.ceil(second / 60)
+        days = int(limit["days"] or 0)
+        return (days * 24 + first) * 60 + second + math.ceil(third / 60)
 
 
 def read_site() -> Site:
@@ -60,32 +81,35 @@ def read_site() -> Site:
     Raises:
         UserError: if it cannot be read to its end; slurm/site_env.sh gives the reason.
     """
-    script = """
-set -euo pipefail
-set -a
-SITE_GPUS=$2 SITE_CPUS=$3 SITE_MEM=$4
-source "$1" >&2
-export ${!SBATCH_*} JOBS_DIR SITE_MONITOR
-# Here they may also be arrays, which cannot be exported.
-env -0 SITE_GPUS="${SITE_GPUS[*]}" SITE_CPUS="${SITE_CPUS[*]}" SITE_MEM="${SITE_MEM[*]}"
-"""
     site_env = REPOSITORY / "slurm" / "site_env.sh"
-    done = slurm.ask("bash", "-c", script, "site", str(site_env), *WORDS.values(), seconds=120)
-    if done.returncode == 124:
+    done = slurm.ask(
+        "bash", "-c", READ_SITE, "site", str(site_env), *WORDS.values(), seconds=SITE_FILE_SECONDS
+    )
+    if done.returncode == slurm.TIMED_OUT_EXIT_CODE:
         raise UserError("slurm/site.sh leaves a process behind: start that in activate_environment.")
     if done.returncode:
-        words = done.stderr.strip().splitlines()
-        sentence = words[-1].removeprefix("error: ")
-        # Where a line of the file ends the shell, bash has said before which one.
-        lines = [line.partition("site.sh: ")[2] for line in words if "site.sh: line " in line]
-        if lines and lines[-1] not in sentence:
-            sentence = f"{sentence} ({lines[-1]})"
-        raise UserError(sentence)
-    variables = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
-    folders = ("TRAINKIT_DATA_DIR", "TRAINKIT_RESULTS_DIR", "JOBS_DIR")
+        raise UserError(_why_unreadable(done.stderr))
+    variables = {}
+    for assignment in done.stdout.split("\0"):
+        name, is_assignment, value = assignment.partition("=")
+        if is_assignment:
+            variables[name] = value
     return Site(
-        {name: value for name, value in variables.items() if name.startswith("SBATCH_")},
-        *(Path(variables[name]).absolute() for name in folders),
+        sbatch={name: value for name, value in variables.items() if name.startswith("SBATCH_")},
+        data_dir=Path(variables["TRAINKIT_DATA_DIR"]).absolute(),
+        results_dir=Path(variables["TRAINKIT_RESULTS_DIR"]).absolute(),
+        jobs_dir=Path(variables["JOBS_DIR"]).absolute(),
         words={name: variables[name] for name in WORDS},
         monitor=variables["SITE_MONITOR"] == "on",
     )
+
+
+def _why_unreadable(complaints: str) -> str:
+    """Return the last of the complaints of the shell, and where one is known the line of the file."""
+    lines = complaints.strip().splitlines()
+    sentence = lines[-1].removeprefix("error: ")
+    # Where a line of the file ends the shell, bash has said before which one.
+    lines_of_the_file = [line.partition("site.sh: ")[2] for line in lines if "site.sh: line " in line]
+    if lines_of_the_file and lines_of_the_file[-1] not in sentence:
+        sentence += f" ({lines_of_the_file[-1]})"
+    return sentence

@@ -16,8 +16,9 @@ from trainkit.record.columns import DDP, DP, SINGLE, STAGE_FOLDERS
 class Stage:
     """A stage, and what it runs on: one process per GPU, or one process with all GPUs of a node.
 
-    `own` is true if `script` is a user's own instead of the stage's; it runs on the same. A `plain` script
-    does not use the kit, and gets only its own arguments.
+    Attributes:
+        own: whether `script` is a user's own instead of the stage's; it runs on the same.
+        plain: whether the script does not use the kit, and gets only its own arguments.
     """
 
     name: str
@@ -43,8 +44,10 @@ class Stage:
         Raises:
             UserError: if it does not exist, or is not a Python script.
         """
-        script = next((place for place in (Path(text), self.script.parent / text) if place.is_file()), None)
-        if script is None:
+        script = Path(text)
+        if not script.is_file():
+            script = self.script.parent / text
+        if not script.is_file():
             raise UserError(f"there is no script {text}, here or in {self.script.parent}: correct its name.")
         if script.suffix != ".py":
             raise UserError(f"{text} does not end in .py: give a Python script.")
@@ -101,4 +104,9 @@ def resources(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) ->
     gpus_per_node = gpus // nodes
     tasks_per_node = max(gpus_per_node, 1) if stage.process_per_gpu else 1
     gpus_per_task = max(gpus_per_node // tasks_per_node, 1)
-    return Resources(nodes, tasks_per_node, gpus_per_node, cpus_per_gpu * gpus_per_task)
+    return Resources(
+        nodes=nodes,
+        tasks_per_node=tasks_per_node,
+        gpus_per_node=gpus_per_node,
+        cpus_per_task=cpus_per_gpu * gpus_per_task,
+    )

@@ -49,13 +49,14 @@ class Training:
         os.environ["LOCAL_RANK"] = str(job.local_rank)
         os.environ["LOCAL_WORLD_SIZE"] = str(place.size_here(job.num_tasks, job.num_nodes))
         os.environ["GROUP_WORLD_SIZE"] = str(job.num_nodes)
-        here = job.cluster == "local"
-        if here:
-            end_with(int(job.job_id), signal.SIGTERM)  # this is the controller's number
+        on_this_machine = job.cluster == "local"
+        if on_this_machine:
+            controller = int(job.job_id)
+            end_with(controller, signal.SIGTERM)
             # submitit numbers GPUs from 0; the user may have chosen others.
             os.environ |= dict.fromkeys(VISIBLE, os.environ[GPUS])
         if self.stage.plain:
-            plain.run(self.stage.script, self.arguments, noted=here)
+            plain.run(self.stage.script, self.arguments, noted=on_this_machine)
         sys.path.insert(0, str(self.stage.script.parent))
         sys.argv = [
             str(self.stage.script),
