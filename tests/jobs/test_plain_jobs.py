@@ -10,7 +10,7 @@ import pytest
 import traces
 from checkout import SCRIPTS, Checkout, wait_until
 from conftest import ENVIRONMENT, REPOSITORY, ran, rows_of, succeeded
-from traces import FROM_LOADERS, STARVED, Written
+from traces import FROM_LOADERS, STARVED, SyntheticJob
 
 from trainkit.jobs import sweep
 from trainkit.monitor import waste
@@ -500,7 +500,7 @@ def test_a_job_script_without_the_script(given: str, checkout: Checkout) -> None
 
 
 def test_its_verdict_names_no_option_of_ours(tmp_path: Path) -> None:
-    traces.write(tmp_path / "monitor", Written([STARVED], facts=FROM_LOADERS))
+    traces.write(tmp_path / "monitor", SyntheticJob([STARVED], facts=FROM_LOADERS))
     (line, *_) = waste.judge(tmp_path / "monitor").lines("job 12")
     assert "--num-workers" in line
     (tmp_path / "plain").touch()

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 import traces
-from traces import FROM_LOADERS, FULL, H100, STARVED, TRACES, UNUSED, Gpu, Written, folder_of
+from traces import (
+    FROM_LOADERS,
+    FULL,
+    H100,
+    STARVED,
+    TRACES,
+    UNUSED,
+    Gpu,
+    SyntheticJob,
+    Throttling,
+    folder_of,
+)
 
 from trainkit.errors import UserError
 from trainkit.monitor import sampled_job, waste
@@ -80,7 +91,7 @@ def made(tmp_path: Path) -> Callable[..., Path]:
 
     def make(gpus: list[Gpu], record: bool = True, **how: object) -> Path:
         folder = tmp_path / "monitor"
-        traces.write(folder, Written(gpus, **how))
+        traces.write(folder, SyntheticJob(gpus, **how))
         if not record:
             shutil.rmtree(folder / "training")
         return folder
@@ -114,14 +125,14 @@ def test_the_verdict_on_a_real_gpu(name: str) -> None:
 
 def test_every_trace_is_judged_and_told_of() -> None:
     there = {folder.name for folder in [*traces.recorded(), *TRACES.glob("gpu_*")]}
-    assert FIRST_LINES.keys() == traces.WRITTEN.keys() | there
-    assert {*traces.COMMITTED} == traces.WRITTEN.keys() & there
+    assert FIRST_LINES.keys() == traces.SYNTHETIC.keys() | there
+    assert {*traces.COMMITTED} == traces.SYNTHETIC.keys() & there
     assert all(f"`{name}`" in (TRACES / "README.md").read_text() for name in there)
 
 
 def test_a_written_trace_is_the_one_that_the_tool_writes(tmp_path: Path) -> None:
     for name in traces.COMMITTED:
-        traces.write(tmp_path / name, traces.WRITTEN[name])
+        traces.write(tmp_path / name, traces.SYNTHETIC[name])
         for path in (tmp_path / name).rglob("*.csv"):
             assert path.read_text() == (TRACES / path.relative_to(tmp_path)).read_text()
 
@@ -129,18 +140,18 @@ def test_a_written_trace_is_the_one_that_the_tool_writes(tmp_path: Path) -> None
 def test_utilisation_alone_decides_nothing(made: Callable[..., Path]) -> None:
     """Half of the time without a kernel, at a power that says it is busy; and then the other way round."""
     assert kinds(made([Gpu(utilisation=50)] * 2)) == []
-    assert kinds(made([Gpu(utilisation=50, power=100)] * 2)) == ["launch_bound"]
-    assert kinds(made([Gpu(utilisation=100, power=100)] * 2)) == ["launch_bound"]
-    folder = made([Gpu(utilisation=3, power=60)])
+    assert kinds(made([Gpu(utilisation=50, power_w=100)] * 2)) == ["launch_bound"]
+    assert kinds(made([Gpu(utilisation=100, power_w=100)] * 2)) == ["launch_bound"]
+    folder = made([Gpu(utilisation=3, power_w=60)])
     change(folder, lambda row: row | {"power_w": ""})
     assert kinds(folder) == []
     assert any("not seen: the power of the GPUs" in line for line in waste.judge(folder).lines(""))
-    folder = made([Gpu(utilisation=100, power=100)])
+    folder = made([Gpu(utilisation=100, power_w=100)])
     change(folder, lambda row: row | {"utilisation": ""})
     assert " W, " in first_line(folder) and "utilisation" not in first_line(folder)
 
 
-SOME = Gpu(power=175, utilisation=70)  # a third of its power, and of its time without a kernel
+SOME = Gpu(power_w=175, utilisation=70)  # a third of its power, and of its time without a kernel
 
 
 def test_what_could_be_faster_is_told_apart_from_waste(made: Callable[..., Path]) -> None:
@@ -162,16 +173,16 @@ def test_what_could_be_faster_is_told_apart_from_waste(made: Callable[..., Path]
 def test_what_is_as_fast_as_it_can_be(made: Callable[..., Path]) -> None:
     """Kernels all the time, or power; gaps that are for want of batches, or of an evaluation in between."""
     assert kinds(made([replace(SOME, utilisation=97)] * 2)) == []
-    assert kinds(made([replace(SOME, power=290)] * 2)) == []
-    assert kinds(made([replace(SOME, data=0.15)] * 2, facts=FROM_LOADERS)) == []
-    assert kinds(made([replace(SOME, data=math.nan)] * 2, facts=FROM_LOADERS)) == []  # nobody knows
-    assert kinds(made([SOME] * 2, epochs=8, train=2)) == []
+    assert kinds(made([replace(SOME, power_w=290)] * 2)) == []
+    assert kinds(made([replace(SOME, data_share=0.15)] * 2, facts=FROM_LOADERS)) == []
+    assert kinds(made([replace(SOME, data_share=math.nan)] * 2, facts=FROM_LOADERS)) == []  # nobody knows
+    assert kinds(made([SOME] * 2, epochs=8, train_seconds=2)) == []
 
 
 def test_the_worst_comes_first(made: Callable[..., Path]) -> None:
-    crowded = replace(STARVED, waiting=0.4)
-    hot = replace(crowded, memory=0.99, slowed=("heat", 0.2), clock=1_300)
-    folder = made([hot, crowded, UNUSED], ranks=2, host=0.93, facts=FROM_LOADERS)
+    crowded = replace(STARVED, waiting_share=0.4)
+    hot = replace(crowded, memory_share=0.99, throttling=Throttling("heat", 0.2), clock_mhz=1_300)
+    folder = made([hot, crowded, UNUSED], ranks=2, host_memory_share=0.93, facts=FROM_LOADERS)
     verdict = waste.judge(folder)
     shares = [finding.share for finding in verdict.findings]
     assert shares == sorted(shares, reverse=True)
@@ -186,7 +197,7 @@ def test_the_next_request_is_the_peak_and_a_margin(made: Callable[..., Path]) ->
     """Only what saves something, of a job script that asked for it; no fewer cores where batches are late."""
 
     def told(gpus: list[Gpu], asked: str, ended: str = "0", checkpoint: str = "", **how: object) -> list[str]:
-        folder = made(gpus, host=0.13, **how)
+        folder = made(gpus, host_memory_share=0.13, **how)
         change(folder, lambda row: row | ({"checkpoint_mb": checkpoint} if row["what"] == "node" else {}))
         (folder / "asked").write_text(asked)
         (folder / "ended").write_text(ended)
@@ -214,7 +225,7 @@ def test_the_next_request_is_the_peak_and_a_margin(made: Callable[..., Path]) ->
     assert waste.judge(shared).enough.startswith("next time --mem=13G would be enough: the job used 10.5 of")
     for ended in ("137", "1", ""):  # killed for want of memory, perhaps; the last one runs
         assert told(loading, "8 2 61440", ended) == []
-    short = made(loading, epochs=1, train=1, record=False)
+    short = made(loading, epochs=1, train_seconds=1, record=False)
     (short / "asked").write_text("8 2 61440")
     (short / "ended").write_text("0")
     assert waste.judge(short).enough == ""
@@ -224,8 +235,10 @@ def test_no_lines_beside_the_worst(made: Callable[..., Path]) -> None:
     """GPUs at low power, and a rank that waits: what follows from the loader is not repeated."""
     assert kinds(made([STARVED, FULL], facts=FROM_LOADERS)) == ["waiting_for_loader"]
     assert kinds(made([STARVED] * 2, facts=FROM_LOADERS)) == ["waiting_for_loader"]
-    assert kinds(made([replace(STARVED, data=0.1)] * 2, facts=FROM_LOADERS)) == ["launch_bound"]
-    own_work = [replace(STARVED, loaders=0, loader_cores=0, data=share) for share in (0.3, 0.5)]  # resident
+    assert kinds(made([replace(STARVED, data_share=0.1)] * 2, facts=FROM_LOADERS)) == ["launch_bound"]
+    own_work = [
+        replace(STARVED, loaders=0, loader_cores=0, data_share=share) for share in (0.3, 0.5)
+    ]  # resident
     assert kinds(made(own_work[:1])) == ["launch_bound"]
     assert "or prepare less for each batch" in first_line(made(own_work[1:]))
 
@@ -251,18 +264,18 @@ def test_a_training_without_a_record(made: Callable[..., Path]) -> None:
     """What shows from outside."""
     assert kinds(made([FULL] * 2, record=False)) == []
     assert kinds(made([STARVED] * 2, record=False)) == ["waiting_for_loader"]
-    short = Gpu(power=110, utilisation=95)
+    short = Gpu(power_w=110, utilisation=95)
     assert kinds(made([short] * 2, record=False)) == ["launch_bound"]
 
 
 def test_a_clock_that_neither_heat_nor_a_cap_holds_down(made: Callable[..., Path]) -> None:
-    first = first_line(made([Gpu(power=148, clock=690, slowed=("other", 1))] * 2))
+    first = first_line(made([Gpu(power_w=148, clock_mhz=690, throttling=Throttling("other", 1))] * 2))
     assert first.startswith("something other than heat or a power cap") and "to 690 of 1,400 MHz" in first
-    assert "a cap (" in first_line(made([Gpu(clock=690, slowed=("power+other", 1))]))
-    unknown = first_line(made([Gpu(clock=690, slowed=("heat", 1), celsius=math.nan)]))
+    assert "a cap (" in first_line(made([Gpu(clock_mhz=690, throttling=Throttling("power+other", 1))]))
+    unknown = first_line(made([Gpu(clock_mhz=690, throttling=Throttling("heat", 1), celsius=math.nan)]))
     assert unknown.startswith("heat slows down GPU 0 on n1")
     # At its limit a GPU has a lower clock, and full power.
-    assert kinds(made([Gpu(power=399, clock=1_050, slowed=("power", 1))] * 2)) == []
+    assert kinds(made([Gpu(power_w=399, clock_mhz=1_050, throttling=Throttling("power", 1))] * 2)) == []
 
 
 @pytest.mark.parametrize(
@@ -279,10 +292,10 @@ def test_a_rank_that_does_nothing(
 ) -> None:
     """While the GPU of the other one is full of kernels that wait for it; or no rank does anything."""
     monkeypatch.setattr(waste, "STALL", 15)
-    folder = made([Gpu(power=110, utilisation=100), FULL], record=False)
+    folder = made([Gpu(power_w=110, utilisation=100), FULL], record=False)
 
     def stall(row: Row) -> Row:
-        if float(row["time"]) < traces.BEGAN + 25 or row["number"] != "1" and "0, 1" not in words:
+        if float(row["time"]) < traces.BEGAN_AT_SECONDS + 25 or row["number"] != "1" and "0, 1" not in words:
             return row
         return row | ({"power_w": "70", "utilisation": "0"} if row["what"] == samples.GPU else state)
 
@@ -328,11 +341,13 @@ def test_ranks_that_never_met(made: Callable[..., Path]) -> None:
         return kinds(folder)
 
     def few(row: Row) -> Row | None:
-        return row if float(row["time"]) < traces.BEGAN + 9 else None
+        return row if float(row["time"]) < traces.BEGAN_AT_SECONDS + 9 else None
 
     assert found("-") == found("host") == found("-", nodes=2) == ["never_met"]
     assert found("host", nodes=2) == found("rank") == found("") == found("-", ended="137") == []
-    assert found("-", ended="143", train=150) == ["never_met"]  # its time limit, after minutes of work
+    assert found("-", ended="143", train_seconds=150) == [
+        "never_met"
+    ]  # its time limit, after minutes of work
     assert found("-", how=few) == []
     folder = made([FULL, UNUSED], ranks=2, record=False)
     change(folder, lambda row: row | {"met": "-"})
@@ -361,14 +376,16 @@ def test_a_loader_that_starves_its_rank_is_one_finding(
 
 
 def test_other_programs_on_the_cores(made: Callable[..., Path]) -> None:
-    folder = made([Gpu(power=120, waiting=0.4)] * 2)
+    folder = made([Gpu(power_w=120, waiting_share=0.4)] * 2)
     assert "other programs also use its 8 cores" in first_line(folder)
     assert "--exclusive" not in first_line(folder)  # nobody gave it these cores
     (folder / "asked").touch()
     assert "--exclusive" in first_line(folder)
     (folder / "asked").unlink()
-    assert kinds(made([Gpu(power=300, waiting=0.4)] * 2)) == []  # it hides behind the work of the GPU
-    assert kinds(made([Gpu(power=120, waiting=0.7, cores=0.03)] * 2)) == ["launch_bound"]  # hardly wants one
+    assert kinds(made([Gpu(power_w=300, waiting_share=0.4)] * 2)) == []  # it hides behind the work of the GPU
+    assert kinds(made([Gpu(power_w=120, waiting_share=0.7, cores=0.03)] * 2)) == [
+        "launch_bound"
+    ]  # hardly wants one
 
 
 def test_ranks_on_cpus_that_hardly_compute(made: Callable[..., Path]) -> None:
@@ -383,23 +400,23 @@ def test_ranks_on_cpus_that_hardly_compute(made: Callable[..., Path]) -> None:
 
 def test_a_short_job_is_told_what_holds_at_any_moment(made: Callable[..., Path]) -> None:
     """What holds at any moment is reported; for the rest there is too little."""
-    folder = made([STARVED] * 2, epochs=2, train=4)
+    folder = made([STARVED] * 2, epochs=2, train_seconds=4)
     assert first_line(folder).startswith("too short to tell: ")
-    folder = made([Gpu(memory=0.99)], epochs=1, train=2)
+    folder = made([Gpu(memory_share=0.99)], epochs=1, train_seconds=2)
     assert kinds(folder) == ["memory_full"]
     first = next(folder.glob("*.csv")).read_text().splitlines()[:4]
     (folder / "n1.csv").write_text("\n".join(first) + "\n")
     first, last = waste.judge(folder).lines("job 12")
     assert first.startswith("too short to tell: 0 samples")
-    assert last == f"job 12 was watched for 0 s: 1 x {traces.NAME}"
+    assert last == f"job 12 was watched for 0 s: 1 x {traces.GPU_NAME}"
 
 
 @pytest.mark.parametrize(("epochs", "train"), [(1, 15), (2, 7.5), (3, 5), (5, 3), (15, 1)])
 def test_a_training_of_fifteen_seconds_has_a_verdict(
     made: Callable[..., Path], epochs: int, train: float
 ) -> None:
-    assert first_line(made([FULL] * 2, epochs=epochs, train=train)) == "no waste found"
-    assert kinds(made([Gpu(power=100)] * 2, epochs=epochs, train=train)) == ["launch_bound"]
+    assert first_line(made([FULL] * 2, epochs=epochs, train_seconds=train)) == "no waste found"
+    assert kinds(made([Gpu(power_w=100)] * 2, epochs=epochs, train_seconds=train)) == ["launch_bound"]
 
 
 def test_a_job_without_pytorch(made: Callable[..., Path]) -> None:
@@ -441,7 +458,7 @@ def test_a_line_that_is_half_written_is_left_out(made: Callable[..., Path]) -> N
     folder = made([FULL] * 2)
     before = samples.read(folder)
     with (folder / "n1.csv").open("a") as file:
-        file.write(f"{traces.BEGAN + 99},node,,,10")
+        file.write(f"{traces.BEGAN_AT_SECONDS + 99},node,,,10")
     assert len(samples.read(folder)) == len(before)
 
 
@@ -452,7 +469,7 @@ def test_the_energy_is_summed_up_while_there_are_samples(made: Callable[..., Pat
     assert whole.energy_kwh == pytest.approx(2 * (36 * 290 + 4 * 150 + 6 * 58) / 3.6e6, rel=0.03)
 
     def requeue(row: Row) -> Row:
-        late = float(row["time"]) >= traces.BEGAN + 20
+        late = float(row["time"]) >= traces.BEGAN_AT_SECONDS + 20
         row = row | {"time": str(float(row["time"]) + 500 * late)}
         return row | {"energy_j": str(float(row["energy_j"]) - 7e6 * late)} if row["energy_j"] else row
 
@@ -493,7 +510,7 @@ def test_the_verdict_of_a_job_is_kept(made: Callable[..., Path]) -> None:
     waste.keep(folder, verdict)
     kept = json.loads((folder / "verdict.json").read_text())
     assert kept["schema_version"] == 1
-    assert kept["devices"] == f"3 x {traces.NAME}"
+    assert kept["devices"] == f"3 x {traces.GPU_NAME}"
     assert kept["energy_kwh"] == verdict.energy_kwh
     assert [finding["kind"] for finding in kept["findings"]] == ["waiting_for_loader", "no_rank"]
     fields = {"kind", "where", "number", "sentence", "share", "grade"}
@@ -508,19 +525,19 @@ def test_a_job_that_was_requeued_to_another_node(made: Callable[..., Path]) -> N
     def moved(*gpus: Gpu, after: float = 17, **how: object) -> waste.Verdict:
         folder = made(list(gpus), **how)
         shutil.copy(folder / "n1.csv", folder.parent / "n2.csv")
-        change(folder, lambda row: row if float(row["time"]) < traces.BEGAN + after - 1 else None)
+        change(folder, lambda row: row if float(row["time"]) < traces.BEGAN_AT_SECONDS + after - 1 else None)
         shutil.move(folder / "n1.csv", folder.parent / "n1.csv")
         shutil.move(folder.parent / "n2.csv", folder)
-        change(folder, lambda row: row if float(row["time"]) > traces.BEGAN + after + 1 else None)
+        change(folder, lambda row: row if float(row["time"]) > traces.BEGAN_AT_SECONDS + after + 1 else None)
         shutil.move(folder.parent / "n1.csv", folder)
         return waste.judge(folder)
 
     first, last = moved(STARVED, facts=FROM_LOADERS).lines("job 12")
     assert "of rank 0 on n2 (2 loader workers, at 99 % of a core)" in first
-    assert f"s: 1 x {traces.NAME}, " in last
+    assert f"s: 1 x {traces.GPU_NAME}, " in last
     for after, node in ((30, "n2"), (45, "n1")):  # both are judged; the last one only evaluated
         assert moved(STARVED, after=after, facts=FROM_LOADERS).findings[0].where == f"rank 0 on {node}"
-    (finding,) = moved(*[traces.SPREAD_OUT] * 2, network=231).findings
+    (finding,) = moved(*[traces.SPREAD_OUT] * 2, network_mb_s=231).findings
     assert (finding.kind, finding.where) == ("network_bound", "n2") and "MB/s" not in finding.sentence
 
 
