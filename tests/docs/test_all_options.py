@@ -104,6 +104,7 @@ WITHOUT = {
     "trainkit/distributed/torchrun.py",  # torchrun's own
     "trainkit/workshop/learn.py",
     "tools/lessons.py",
+    "tools/traces.py",
 }
 
 
