@@ -191,7 +191,7 @@ def write(folder: Path, job: SyntheticJob) -> None:
         node = _Node(job, node_index, chance)
         rows = []
         for second in range(seconds):
-            time = BEGAN_AT_SECONDS + second * samples.PERIOD
+            time = BEGAN_AT_SECONDS + second * samples.PERIOD_SECONDS
             # A row tells of the second before it.
             moment = _Moment.of(job, since_first_epoch=second - 0.5 - LOADING_SECONDS)
             rows += [{"time": time} | row for row in node.rows(moment)]
@@ -251,7 +251,7 @@ class _Node:
         is_used = gpu.utilisation > 0
         power_w, utilisation = self._load(gpu, moment)
         power_w = min(power_w, gpu.power_limit_w)
-        self._energy_j[number] += power_w * samples.PERIOD
+        self._energy_j[number] += power_w * samples.PERIOD_SECONDS
         fast_seconds = self._job.train_seconds * (1 - gpu.throttling.share)
         is_slow = moment.is_training and moment.seconds_in_epoch >= fast_seconds
         clock_mhz = IDLE_CLOCK_MHZ

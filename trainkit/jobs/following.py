@@ -28,10 +28,6 @@ from trainkit.jobs.slurm import COMPLETED, FAILED, GONE, PREEMPTED, QUEUED, UNKN
 from trainkit.jobs.why import Evidence
 from trainkit.record import samples
 
-# The sampler of a job has so long to end by itself.
-VERDICT_SECONDS = 15
-# What a verdict says of ranks that trained each by itself.
-NEVER_MET = "never met"
 # The other ranks have so long to end by themselves after one has failed.
 PEERS_SECONDS = 2
 # A shared file system may show the outcome of a job that has ended so much later.
@@ -367,7 +363,7 @@ class LocalHandle(Handle):
         if self.sampler:
             # It may hang in the driver, or on a disk.
             with suppress(subprocess.TimeoutExpired):
-                self.sampler.wait(VERDICT_SECONDS)
+                self.sampler.wait(samples.VERDICT_SECONDS)
             self.sampler.kill()
         checkpoints = job_folder.stopped(self.folder)
         if checkpoints is not None:

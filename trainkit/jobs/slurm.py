@@ -8,8 +8,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -283,14 +282,6 @@ def most_gpus(partition: str | None = None) -> int:
         command.append(f"--partition={partition}")
     resources_of_nodes = ask(*command).stdout.split()
     return max(map(_gpus, resources_of_nodes), default=0)
-
-
-def numbers(text: str) -> Iterator[int]:
-    """Yield the numbers of ranks or cores in a list such as 0,2-4; what is no number is left out."""
-    for entry in text.split(","):
-        first, _, last = entry.partition("-")
-        with suppress(ValueError):
-            yield from range(int(first), int(last or first) + 1)
 
 
 def sbatch_message(text: str) -> str:

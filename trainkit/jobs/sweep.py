@@ -22,11 +22,11 @@ from trainkit.config.options import Options
 from trainkit.errors import UserError, tell
 from trainkit.files import check_writable, locked, replacing
 from trainkit.jobs import following, slurm, submission
-from trainkit.jobs.following import NEVER_MET, Handle, LocalHandle, State
+from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Resources, Stage, resources
 from trainkit.jobs.submission import Request
-from trainkit.record import records
+from trainkit.record import records, samples
 from trainkit.record.columns import DP
 
 # Epochs of a run: one to warm up, two to measure.
@@ -458,7 +458,7 @@ def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> _End
     if sweep.plain:
         (sweep.folder / run.name / FINISHED).touch()
         for line in handle.verdict():
-            if NEVER_MET in line:
+            if samples.NEVER_MET in line:
                 return _Ending(f"finished; {line.removeprefix('watch   ')}", well=True)
         return _Ending("finished", well=True)
     until = time.monotonic() + CSV_SECONDS

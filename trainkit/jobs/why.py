@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainkit import job_folder
-from trainkit.jobs.slurm import numbers
+from trainkit.ranges import parse_ranges
 
 # srun reports its tasks: the ranks, or torchruns, which report their ranks, the first to die last.
 OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
@@ -118,7 +118,7 @@ class Evidence:
         printed = "\n".join(self._lines)
         if self._launcher == "torchrun":
             return {int(rank): how for _, rank, how in OF_TORCHRUN.findall(printed)}
-        return {task: how for _, tasks, how in OF_SRUN.findall(printed) for task in numbers(tasks)}
+        return {task: how for _, tasks, how in OF_SRUN.findall(printed) for task in parse_ranges(tasks)}
 
     def _deaths(self) -> Iterator[Reason | None]:
         """Yield the deaths that no rank could report itself, in order; torchrun prints the first one last."""
@@ -128,7 +128,7 @@ class Evidence:
             if int(rank) not in ended:
                 yield self._died(int(rank), node, how)
         for node, tasks, how in OF_SRUN.findall(printed):
-            for task in numbers(tasks):
+            for task in parse_ranges(tasks):
                 if self._launcher != "torchrun" and task not in ended:
                     yield self._died(task, node, how)
                 elif self._launcher == "torchrun" and not how.startswith(("Exited", "Terminated")):

@@ -24,7 +24,6 @@ from trainkit.config.command_line import Parser, at_least, given, given_path
 from trainkit.errors import UserError, first_line, tell
 from trainkit.files import check_writable, explained
 from trainkit.jobs import local, why
-from trainkit.jobs.following import VERDICT_SECONDS
 from trainkit.jobs.site import read_site
 from trainkit.record import samples
 
@@ -119,7 +118,7 @@ def _run(command: list[str]) -> int:
     watch = threading.Thread(target=collector.sample, args=(folder, mine, ended), daemon=True)
     watch.start()
     ended(None)
-    watch.join(VERDICT_SECONDS)  # a reading may hang in the driver
+    watch.join(samples.VERDICT_SECONDS)  # a reading may hang in the driver
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     _note_end(folder, code)

@@ -15,7 +15,10 @@ from trainkit.record import samples
 
 
 def sample(
-    folder: Path, variables: dict[str, str], stop: Callable[[float], bool], period: float = samples.PERIOD
+    folder: Path,
+    variables: dict[str, str],
+    stop: Callable[[float], bool],
+    period: float = samples.PERIOD_SECONDS,
 ) -> None:
     """Add samples of this node to its file in `folder`, and what cannot be sampled to the file `notes` there.
 

@@ -97,7 +97,7 @@ class SampledJob:
         self.table = table.assign(seconds=seconds.where(seconds <= (3 * usual).clip(lower=GAP)))
         self.rows = _by_place(self.table)
         self.trainings, self.notes = [], job_folder.read(folder / samples.NOTES).splitlines()
-        since = min(rows.time.iloc[0] for rows in self.rows[NODE].values()) - samples.PERIOD
+        since = min(rows.time.iloc[0] for rows in self.rows[NODE].values()) - samples.PERIOD_SECONDS
         for path in samples.runs(folder):
             try:
                 self.trainings.append(TrainingRecord(path, since))
@@ -114,7 +114,7 @@ class SampledJob:
         self.windows = self.windows or [(first + SETTLE, math.inf)]
         began, ended = np.array(self.windows).T
         # Including the whole second that the sample covers.
-        window = began.searchsorted(table.time - samples.PERIOD, side="right") - 1
+        window = began.searchsorted(table.time - samples.PERIOD_SECONDS, side="right") - 1
         inside = (window >= 0) & (table.time <= ended[window])
         self.judged = _by_place(self.table[inside])
         self.moments = max(map(len, self.judged[NODE].values()), default=0)
@@ -226,10 +226,10 @@ class SampledJob:
 
     def needs(self) -> list[Need]:
         """List the memory of a node and the cores of a task; none where a job script did not ask for them."""
-        try:
-            cpus, tasks, mb = map(float, job_folder.read(self.folder / samples.ASKED).split())
-        except ValueError:
+        asked = samples.read_asked(self.folder)
+        if asked is None:
             return []
+        cpus, tasks, mb = asked
         nodes, gb = pd.concat(self.rows[NODE].values()), 2**30 / 1e6
         of_ranks = [
             (rows.cores + rows.loader_cores.fillna(0) + rows.other_cores.fillna(0)).max()

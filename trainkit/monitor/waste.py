@@ -19,12 +19,11 @@ from pathlib import Path
 import pandas as pd
 
 from trainkit.files import replacing
-from trainkit.jobs.following import NEVER_MET
-from trainkit.jobs.slurm import numbers
 from trainkit.monitor.sampled_job import CORES, LEAST_MOMENTS, Place, SampledJob
+from trainkit.ranges import parse_ranges
 from trainkit.record import records
 from trainkit.record.columns import DP
-from trainkit.record.samples import GPU, NODE, RANK
+from trainkit.record.samples import GPU, NEVER_MET, NODE, RANK
 
 SCHEMA_VERSION = 1
 FILE = "verdict.json"
@@ -346,7 +345,7 @@ def _find_shared_cores(job: SampledJob, _: Found) -> Iterator[Issue]:
         return
     worst = max(crowded, key=waiting.get)
     here = [rows for rank, rows in job.judged[RANK].items() if rank[0] == worst[0]]
-    cores = {*numbers(",".join(rows.core_list.iloc[-1] for rows in here))}
+    cores = {*parse_ranges(",".join(rows.core_list.iloc[-1] for rows in here))}
     loaders = sum(round(rows.loaders.mean()) for rows in here if rows.loaders.mean() > 0)
     crowd = _count(len(here), "rank") + (f" and {_count(loaders, 'loader worker')}" if loaders else "")
     room = _count(len(cores), "core")
@@ -478,7 +477,7 @@ def _waiting_for_batches(job: SampledJob, ranks: list[Place], share: float) -> I
         remedy = "take more (--num-workers)"
         node = ranks[0][0], 0
         lists = job.judged[NODE].get(node, job.table[:0]).core_list.unique()
-        room = len({*numbers(",".join(lists))}) or math.inf
+        room = len({*parse_ranges(",".join(lists))}) or math.inf
         if job.mean(NODE, [node], "cores") >= CORES_FULL * room:
             remedy = "all cores are in use, ask for more (--cpus-per-task)"
         elif each < LOADERS_FULL:

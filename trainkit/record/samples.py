@@ -1,9 +1,17 @@
 """The samples of a job: their folder, their columns, a writer that survives a kill, a reader.
 
 `<job's folder>/monitor/` has a file per node, `<node>.csv`, with a row for each GPU, each rank and the node
-itself at each moment; `runs`, the paths of the CSVs of the job's trainings, one per line; `ended`, the exit
-code of the job, once it has one; `told`, the verdict as the log has it, or why there is none; and, for a job
-script, `asked`: CPUs per task, tasks per node, and MB per node (0: not asked for).
+itself at each moment. Beside them:
+
+| file | what it says |
+|---|---|
+| `runs` | the paths of the CSVs of the job's trainings, one per line |
+| `asked` | for a job script: CPUs per task, tasks per node, and MB per node (0: not asked for) |
+| `notes` | what could not be sampled, a sentence per line |
+| `ended` | the exit code of the job, once it has one |
+| `told` | the verdict as the log has it, or why there is none |
+
+This folder is all that a training, a job and the monitor know of each other.
 """
 
 import csv
@@ -14,46 +22,86 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit import job_folder
 from trainkit.errors import UserError, reason, tell
 
-FOLDER, RUNS, NOTES, ASKED, ENDED, TOLD = "monitor", "runs", "notes", "asked", "ended", "told"
-PERIOD = 1.0  # s
+FOLDER = "monitor"
+RUNS = "runs"
+ASKED = "asked"
+NOTES = "notes"
+ENDED = "ended"
+TOLD = "told"
+
+PERIOD_SECONDS = 1.0  # from one sample to the next
+VERDICT_SECONDS = 15  # for the sampler to end by itself after the job, with its verdict
+NEVER_MET = "never met"  # what the verdict in `told` says of ranks that trained each by itself
+
 # What a row describes.
-NODE, GPU, RANK = "node", "gpu", "rank"
+NODE = "node"
+GPU = "gpu"
+RANK = "rank"
 # Column -> the kinds of rows that have it. An empty cell: the value cannot be read here.
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "time": (NODE, GPU, RANK),  # s, since 1970
+    # In seconds since 1970.
+    "time": (NODE, GPU, RANK),
     "what": (NODE, GPU, RANK),
-    "number": (GPU, RANK),  # of the GPU in nvidia-smi, or the rank
-    "name": (GPU, RANK),  # of the GPU; of a rank, R, S, D or T: the state of its process in /proc
-    "memory_mb": (NODE, GPU, RANK),  # in use; of a rank with its loader workers, of a node by the job
-    "memory_limit_mb": (NODE, GPU),  # all of the GPU's; of a node what the job may use (--mem), or all
-    "cores": (NODE, RANK),  # in use, of a rank by its own process, of a node by the job
-    "core_list": (NODE, RANK),  # that may be used, such as 0-1,4
-    "waiting": (RANK,),  # 0 to 1: the share of the time its threads could run that they waited for a core
-    "loaders": (RANK,),  # loader workers
-    "loader_cores": (RANK,),  # that they use together
-    "ranks": (GPU,),  # those with a process on this GPU, such as 0+1; - if none, ? if only others' are seen
-    "utilisation": (GPU,),  # % of the time in which at least one kernel ran
+    # Of the GPU in nvidia-smi, or the rank.
+    "number": (GPU, RANK),
+    # Of the GPU; of a rank the state of its process in /proc: R, S, D or T.
+    "name": (GPU, RANK),
+    # In use: of a rank with its loader workers, of a node by the job.
+    "memory_mb": (NODE, GPU, RANK),
+    # All of the GPU's; of a node what the job may use (--mem), or all.
+    "memory_limit_mb": (NODE, GPU),
+    # In use: of a rank by its own process, of a node by the job.
+    "cores": (NODE, RANK),
+    # Those that may be used, such as 0-1,4.
+    "core_list": (NODE, RANK),
+    # 0 to 1: the share of the time its threads could run that they waited for a core.
+    "waiting": (RANK,),
+    # The number of its loader workers, and the cores that these use together.
+    "loaders": (RANK,),
+    "loader_cores": (RANK,),
+    # Those with a process on this GPU, such as 0+1; - if none, ? if only others' are seen.
+    "ranks": (GPU,),
+    # In % of the time: that in which at least one kernel ran.
+    "utilisation": (GPU,),
     "power_w": (GPU,),
     "power_limit_w": (GPU,),
-    "energy_j": (GPU,),  # a counter
+    # A counter.
+    "energy_j": (GPU,),
     "clock_mhz": (GPU,),
     "clock_limit_mhz": (GPU,),
-    "throttled": (GPU,),  # why its clock is low: heat, power, other, joined by +; - if it is not
+    # Why its clock is low: heat, power, other, joined by +; - if it is not.
+    "throttled": (GPU,),
     "temperature_c": (GPU,),
-    "network_mb_s": (NODE,),  # both ways, of all jobs on the node
-    "others": (RANK,),  # processes with PyTorch that its script started itself, and that compute
-    "other_cores": (RANK,),  # that they use together
+    # Both ways, of all jobs on the node.
+    "network_mb_s": (NODE,),
+    # Processes with PyTorch that its script started itself and that compute, and the cores that they use.
+    "others": (RANK,),
+    "other_cores": (RANK,),
     # With whom it has had a TCP connection so far: rank, - (nobody), or host, on which there may be a rank.
     "met": (RANK,),
-    "shared_files_mb": (NODE,),  # in /dev/shm, since the job began, where no cgroup tells whose they are
-    "checkpoint_mb": (NODE,),  # the largest one in the job's own folder
+    # In /dev/shm, since the job began, where no cgroup tells whose they are.
+    "shared_files_mb": (NODE,),
+    # The largest one in the job's own folder.
+    "checkpoint_mb": (NODE,),
 }
 HEADER = ",".join(COLUMNS) + "\n"
-WORDS = ("what", "number", "name", "core_list", "ranks", "throttled", "met")  # the other columns are numbers
+TEXT_COLUMNS = ("what", "number", "name", "core_list", "ranks", "throttled", "met")
+NUMBER_COLUMNS = tuple(name for name in COLUMNS if name not in TEXT_COLUMNS)
+
+Row = dict[str, object]
+
+
+class Asked(NamedTuple):
+    """What a job script has asked Slurm for; 0: not asked for."""
+
+    cpus_per_task: float
+    tasks_per_node: float
+    mb_per_node: float
 
 
 class Writer:
@@ -70,12 +118,12 @@ class Writer:
         # After a kill the last line may lack its end; an empty line is no row.
         self._put(HEADER if is_new else "\n")
 
-    def add(self, rows: Iterable[dict[str, object]]) -> None:
+    def add(self, rows: Iterable[Row]) -> None:
         """Write rows with some of `COLUMNS`, synced so that they survive a kill of the job or the node."""
         text = io.StringIO(newline="")
-        csv.DictWriter(text, COLUMNS, lineterminator="\n").writerows(
-            {name: _to_text(value) for name, value in row.items()} for row in rows
-        )
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        for row in rows:
+            writer.writerow({name: _to_text(value) for name, value in row.items()})
         self._put(text.getvalue())
 
     def _put(self, text: str) -> None:
@@ -84,7 +132,7 @@ class Writer:
         os.fsync(self._file.fileno())
 
 
-def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
+def read(folder: Path, every: int = 1) -> list[Row]:
     """Read the samples of all nodes, ordered by time, with a column `node`; an empty cell is NaN or "".
 
     With `every`, only the samples of one second in so many are read. A file that is damaged is left out, with
@@ -93,7 +141,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
     Raises:
         UserError: if there are none, or a file cannot be read.
     """
-    rows = []
+    rows: list[Row] = []
     for path in sorted(folder.glob("*.csv")):
         try:
             rows += _read_node(path, every)
@@ -106,7 +154,7 @@ def read(folder: Path, every: int = 1) -> list[dict[str, object]]:
     return sorted(rows, key=lambda row: row["time"])
 
 
-def _read_node(path: Path, every: int) -> Iterator[dict[str, object]]:
+def _read_node(path: Path, every: int) -> Iterator[Row]:
     with path.open(newline="", encoding="utf-8") as file:
         lines = csv.DictReader(file)
         missing = [name for name in COLUMNS if name not in (lines.fieldnames or ())]
@@ -114,13 +162,20 @@ def _read_node(path: Path, every: int) -> Iterator[dict[str, object]]:
             raise ValueError(f"it has no column {', '.join(missing)}")
         for row in lines:
             # The sampler writes this line just now, or was killed when it did.
-            half_written = None in row or None in row.values()
-            if half_written or (every > 1 and float(row["time"]) % every >= 1):
+            is_half_written = None in row or None in row.values()
+            if is_half_written or (every > 1 and float(row["time"]) % every >= 1):
                 continue
-            numbers = {
-                name: float(row[name]) if row[name] else math.nan for name in COLUMNS if name not in WORDS
-            }
+            numbers = {name: float(row[name]) if row[name] else math.nan for name in NUMBER_COLUMNS}
             yield row | numbers | {"node": path.stem}
+
+
+def read_asked(folder: Path) -> Asked | None:
+    """Return what the job script has asked Slurm for; None if no job script says it."""
+    try:
+        cpus_per_task, tasks_per_node, mb_per_node = job_folder.read(folder / ASKED).split()
+        return Asked(float(cpus_per_task), float(tasks_per_node), float(mb_per_node))
+    except ValueError:
+        return None
 
 
 def runs(folder: Path) -> list[Path]:
@@ -132,7 +187,7 @@ def runs(folder: Path) -> list[Path]:
         lines = (folder / RUNS).read_text(encoding="utf-8").splitlines()
     except OSError:
         return sorted((folder / "training").glob("*.csv"))
-    return [folder / line for line in dict.fromkeys(filter(None, lines))]
+    return [folder / line for line in dict.fromkeys(lines) if line]
 
 
 def note_run(path: Path) -> None:
@@ -144,6 +199,9 @@ def note_run(path: Path) -> None:
 
 
 def _to_text(value: object) -> str:
-    if value is None or value != value:
+    is_nan = isinstance(value, float) and math.isnan(value)
+    if value is None or is_nan:
         return ""
-    return f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3f}".rstrip("0").rstrip(".")
+    return str(value)

@@ -64,7 +64,7 @@ def _trained(row: dict[str, object]) -> tuple[float, float]:
 
 def _is_within(time: float, spans: list[tuple[float, float]]) -> bool:
     """Extend a period by the second before it, which its first sample covers."""
-    return any(began <= time - samples.PERIOD and time <= ended for began, ended in spans)
+    return any(began <= time - samples.PERIOD_SECONDS and time <= ended for began, ended in spans)
 
 
 def mean(found: list[object]) -> str:
