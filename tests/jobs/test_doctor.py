@@ -376,15 +376,15 @@ def test_what_ranks_cannot_tell_of_themselves() -> None:
 
 def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end(checkout: Checkout) -> None:
     """srun waits for all steps of the slowest rank, and the job's time limit is behind that."""
-    assert checkup.LIMIT > 60
+    assert checkup.STEP_SECONDS > 60
     (wait,) = re.findall(r"^srun .* --wait=(\d+)", cli.JOB_SCRIPT.read_text(), re.MULTILINE)
     told = checkout.run(*command(checkout, "--help")).stdout
     (minutes,) = re.findall(r"--time MIN\s.*?\(default:\s(\d+)\)", told, re.DOTALL)
-    assert 2 * checkup.LIMIT <= int(wait) < int(minutes) * 60
+    assert 2 * checkup.STEP_SECONDS <= int(wait) < int(minutes) * 60
 
 
 def test_a_step_that_hangs_is_told_and_ends_its_rank(checkout: Checkout) -> None:
-    program = "from trainkit.doctor import checkup; import time; checkup.LIMIT = 0.1; "
+    program = "from trainkit.doctor import checkup; import time; checkup.STEP_SECONDS = 0.1; "
     program += "checkup._step('gpus', time.sleep, 200); print('went on')"
     done = checkout.run(sys.executable, "-c", program, SLURM_PROCID="1", SLURM_LOCALID="1")
     begun, told, ended = read_messages(done.stdout)
@@ -427,7 +427,7 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
     assert re.search("correct; bus bandwidth .* (this says nothing about GPUs|slower than gigabit)", sums)
     sizes = [row["bytes"] for row in told["all_reduce"]]
     assert 2**22 in sizes  # 4 MB; on a busy machine it may leave out larger ones
-    assert sizes == list(checkup_torch.SIZES[: len(sizes)])
+    assert sizes == list(checkup_torch.SIZES_BYTES[: len(sizes)])
     for row in told["all_reduce"]:
         assert row["bus_gb_s"] == pytest.approx(1.5 * row["bytes"] / row["seconds"] / 1e9)
     (kept,) = (checkout.folder / "results" / "all_reduce").iterdir()

@@ -25,11 +25,13 @@ from trainkit.distributed.launchers import node
 from trainkit.errors import UserError, first_line
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
-MARK = "checkup "  # the prefix of every line for the doctor
-NOTE = ".doctor-{job}-{node}"  # a file that shows whether a folder is shared
-# Seconds of a step. CUDA and NCCL may need minutes to start on eight idle GPUs (without persistence mode),
+# The prefix of every line for the doctor.
+MARK = "checkup "
+# The name of a file that shows whether a folder is shared.
+NOTE = ".doctor-{job}-{node}"
+# The limit of a step. CUDA and NCCL may need minutes to start on eight idle GPUs (without persistence mode),
 # and the ranks then reach the group minutes apart.
-LIMIT = 180
+STEP_SECONDS = 180
 # What to do about an error that does not say so itself.
 FIXES = {
     "folders": "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees",
@@ -38,11 +40,24 @@ FIXES = {
     "group": "fix the faults of ranks, names and the network; try SITE_NETWORK_INTERFACE, NCCL_DEBUG=INFO",
     "all-reduce": "do not train there, report it to your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
 }
-NOTES_SECONDS = 15  # until other nodes see a new file; NFS caches listings for a while
+TO_THE_ADMIN = "report it to your admin"
+# Until other nodes see a new file. NFS caches listings for a while.
+NOTES_SECONDS = 15
+# srun cuts the ranks' lines at 1,024 bytes.
+MOST_OF_AN_ERROR_CHARACTERS = 500
 
 
 class Finding(NamedTuple):
-    """The result of one check: `level` is `OK`, `WARNING` or `FAULT`; `fix` says what to do, if anything."""
+    """The result of one check.
+
+    Attributes:
+        check: its name.
+        level: `OK`, `WARNING` or `FAULT`.
+        message: what was seen.
+        fix: what to do, if anything.
+        node: the node that has seen it; None for the login node.
+        rank: the rank that has seen it, if it is not the whole node's.
+    """
 
     check: str
     level: str
@@ -61,8 +76,10 @@ def fault_from(check: str, error: str, fix: str = "") -> Finding:
 
     A `UserError` mostly does: "what is wrong (why): what to do".
     """
-    what, _, own_fix = error.removeprefix("error: ").partition("): ")
-    return Finding(check, FAULT, f"{what})" if own_fix else what, own_fix or fix)
+    message, _, own_fix = error.removeprefix("error: ").partition("): ")
+    if own_fix:
+        return Finding(check, FAULT, f"{message})", own_fix)
+    return Finding(check, FAULT, message, fix)
 
 
 def read_messages(log: str) -> Iterator[dict]:
@@ -73,7 +90,7 @@ def read_messages(log: str) -> Iterator[dict]:
 
 
 def findings_in(messages: Iterable[dict]) -> list[Finding]:
-    return [Finding(**one["finding"]) for one in messages if "finding" in one]
+    return [Finding(**message["finding"]) for message in messages if "finding" in message]
 
 
 def main() -> None:
@@ -82,40 +99,40 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--results-dir", type=Path, required=True)
     options = parser.parse_args()
-    env = os.environ
-    if "SLURM_STEP_NUM_TASKS" not in env:
+    if "SLURM_STEP_NUM_TASKS" not in os.environ:
         raise UserError("the checkup runs in a job: start it with `python slurm/doctor.py --job`.")
-    size, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_STEP_NUM_NODES"])
-    tasks = max(size // nodes, 1)  # of a node
-    speaks_for_node = env["SLURM_LOCALID"] == "0"
+    world_size = int(os.environ["SLURM_STEP_NUM_TASKS"])
+    nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
+    tasks_of_a_node = max(world_size // nodes, 1)
     folders = {"results": options.results_dir, "job": job_folder.here()}
 
-    send(size=size, folder=str(folders["job"]))
+    send(size=world_size, folder=str(folders["job"]))
     _step("cores", _cores)
-    able = _step("names", _names)
-    if speaks_for_node:
+    may_meet = _step("names", _names)
+    if _speaks_for_its_node():
         _step("folders", _leave_notes, folders)
 
     def software() -> Iterable[Finding]:
-        from trainkit.doctor import checkup_torch  # what a rank imports
+        # What a rank imports.
+        from trainkit.doctor import checkup_torch
 
         return checkup_torch.software()
 
     if not _step("software", software):
         _end()
-    from trainkit.doctor import checkup_torch as checks
+    from trainkit.doctor import checkup_torch
 
-    able &= _step("gpus", checks.gpus, tasks if speaks_for_node else None)
-    if speaks_for_node:
-        _step("data", checks.mnist, options.data_dir)
+    may_meet &= _step("gpus", checkup_torch.gpus, tasks_of_a_node if _speaks_for_its_node() else None)
+    if _speaks_for_its_node():
+        _step("data", checkup_torch.mnist, options.data_dir)
         _step("folders", _look_for_notes, folders, nodes)
-    if able and _step("group", checks.join):
-        _step("all-reduce", checks.all_reduce, nodes)
+    if may_meet and _step("group", checkup_torch.join):
+        _step("all-reduce", checkup_torch.all_reduce, nodes)
     _end()
 
 
 def send(**facts: object) -> None:
-    """Print a line for the doctor, in one write, and short: srun cuts the ranks' lines at 1,024 bytes."""
+    """Print a line for the doctor, in one write."""
     line = MARK + json.dumps({"rank": int(os.environ.get("SLURM_PROCID", 0)), **facts})
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
@@ -123,7 +140,13 @@ def send(**facts: object) -> None:
 def _end() -> NoReturn:
     send(ended=True)
     job_folder.note("finished")
-    os._exit(0)  # Python's normal exit could hang, or abort, in the threads of a group that failed to form
+    # Python's normal exit could hang, or abort, in the threads of a group that failed to form.
+    os._exit(0)
+
+
+def _speaks_for_its_node() -> bool:
+    """Return whether this rank does what one rank of each node does."""
+    return os.environ["SLURM_LOCALID"] == "0"
 
 
 def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object) -> bool:
@@ -132,50 +155,60 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
     Return whether there is no fault. Only one rank of a node reports success.
     """
 
-    def tell_of(finding: Finding) -> None:
+    fix = FIXES.get(step, TO_THE_ADMIN)
+
+    def report(finding: Finding) -> None:
         rank = None if finding.level == OK else int(os.environ["SLURM_PROCID"])
         send(finding=finding._replace(node=node(), rank=rank)._asdict())
 
     def give_up() -> None:
-        tell_of(Finding(step, FAULT, f"not done after {LIMIT} s", FIXES.get(step, "report it to your admin")))
-        _end()  # the main thread hangs
+        report(Finding(step, FAULT, f"not done after {STEP_SECONDS} s", fix))
+        # The main thread hangs.
+        _end()
 
     send(begun=step)
-    watch = threading.Timer(LIMIT, give_up)
+    watch = threading.Timer(STEP_SECONDS, give_up)
     watch.daemon = True
     watch.start()
     try:
-        found = list(check(*arguments))
-    except Exception as error:  # of any kind: the doctor reports it
-        text = (first_line(error) or repr(error))[:500]
-        found = [fault_from(step, text, FIXES.get(step, "report it to your admin"))]
+        findings = list(check(*arguments))
+    except Exception as error:
+        # The doctor reports it, of whatever kind it is.
+        text = first_line(error) or repr(error)
+        findings = [fault_from(step, text[:MOST_OF_AN_ERROR_CHARACTERS], fix)]
     watch.cancel()
-    worse = [finding for finding in found if finding.level != OK]
-    for finding in worse or (found if os.environ["SLURM_LOCALID"] == "0" else []):
-        tell_of(finding)
-    return not has_fault(found)
+    reported = [finding for finding in findings if finding.level != OK]
+    if not reported and _speaks_for_its_node():
+        reported = findings
+    for finding in reported:
+        report(finding)
+    return not has_fault(findings)
 
 
 def _cores() -> Iterator[Finding]:
     """Check that this rank has the CPUs that it asked for."""
-    asked, own = int(os.environ.get("SLURM_CPUS_PER_TASK", 1)), len(os.sched_getaffinity(0))
-    if own < asked:
-        message = f"asked for {asked} cores, but may run on {own} only"
+    asked = int(os.environ.get("SLURM_CPUS_PER_TASK", 1))
+    usable = len(os.sched_getaffinity(0))
+    if usable < asked:
+        message = f"asked for {asked} cores, but may run on {usable} only"
         fix = "give --cpus-per-task to srun as well (Slurm 22.05 to 23.02), and no --cpu-bind that pins all"
-        yield Finding("cores", FAULT if own == 1 else WARNING, message, fix)
-    yield Finding("cores", OK, f"{min(asked, own)} per rank")
+        yield Finding("cores", FAULT if usable == 1 else WARNING, message, fix)
+    yield Finding("cores", OK, f"{min(asked, usable)} per rank")
 
 
 def _names() -> Iterator[Finding]:
     """Check that the names by which the ranks find each other mean the right nodes here."""
     master = os.environ["MASTER_ADDR"]
-    alone = os.environ["SLURM_STEP_NUM_NODES"] == "1"
-    if problem := names.problem(master, gloo=False):
+    problem = names.problem(master, gloo=False)
+    if problem:
         yield Finding("names", FAULT, *problem)
-    elif not alone and (problem := names.problem(master, gloo=True)):
+        return
+    several_nodes = os.environ["SLURM_STEP_NUM_NODES"] != "1"
+    problem = names.problem(master, gloo=True) if several_nodes else None
+    if problem:
         yield Finding("names", WARNING, *problem)
-    else:
-        yield Finding("names", OK, f"resolves the master, {master}")
+        return
+    yield Finding("names", OK, f"resolves the master, {master}")
 
 
 def _leave_notes(folders: dict[str, Path]) -> list[Finding]:
@@ -191,8 +224,10 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
     deadline = time.monotonic() + NOTES_SECONDS
     for name, folder in folders.items():
         # By listing, since opening a folder makes NFS ask its server again.
-        while (seen := len(list(folder.glob(pattern)))) < nodes and time.monotonic() < deadline:
+        seen = len(list(folder.glob(pattern)))
+        while seen < nodes and time.monotonic() < deadline:
             time.sleep(0.5)
+            seen = len(list(folder.glob(pattern)))
         if seen < nodes:
             message = f"sees the files of {seen} of {nodes} nodes in the {name} folder: it is not shared"
             yield Finding("folders", FAULT, message, FIXES["folders"])
@@ -201,7 +236,9 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
 
 def in_words(number_of_bytes: int) -> str:
     """Format a size such as 4 MB."""
-    return f"{number_of_bytes // 2**10} KB" if number_of_bytes < 2**20 else f"{number_of_bytes // 2**20} MB"
+    if number_of_bytes < 2**20:
+        return f"{number_of_bytes // 2**10} KB"
+    return f"{number_of_bytes // 2**20} MB"
 
 
 if __name__ == "__main__":

@@ -19,13 +19,19 @@ from trainkit.data import datasets
 from trainkit.distributed import launchers as place
 from trainkit.distributed import process_group
 from trainkit.distributed.launchers import node
-from trainkit.doctor.checkup import FAULT, FIXES, LIMIT, OK, WARNING, Finding, in_words, send
+from trainkit.doctor.checkup import FAULT, FIXES, OK, STEP_SECONDS, WARNING, Finding, in_words, send
 from trainkit.training import clock, run  # noqa: F401  as a rank imports it
 
-SIZES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))  # bytes: 1 KB to 64 MB
-REPEATS = 5  # the median of them
-SLOW_SECONDS = 1.0  # after such a sum no larger size is tried: it would take four times as long
-SLOW_NETWORK_GB_S = 0.1  # the rate of gigabit Ethernet
+# Of the tensors that are summed: 1 KB to 64 MB.
+SIZES_BYTES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))
+# Each size is summed so often, and the median counts.
+REPEATS = 5
+# After a sum that took so long no larger size is tried: it would take four times as long.
+SLOW_SECONDS = 1.0
+# The rate of gigabit Ethernet is slightly more.
+SLOW_NETWORK_GB_S = 0.1
+# Less free memory than this share of a GPU's means that another program computes there.
+LEAST_FREE_MEMORY = 0.8
 
 
 def software() -> Iterator[Finding]:
@@ -42,27 +48,36 @@ def mnist(data_dir: Path) -> Iterator[Finding]:
 
 def gpus(tasks: int | None) -> Iterator[Finding]:
     """Check this rank's GPU, chosen as in a training; one rank of a node checks those of all `tasks`."""
-    own = device.choose_device(place.read(), use_cuda=True)
-    free, size = torch.cuda.mem_get_info(own) if device.is_gpu(own) else (1, 1)
-    if free < 0.8 * size:
-        message = f"{1 - free / size:.0%} of its GPU's memory is taken before the training starts"
-        fix = f"another program computes there; to avoid the node: sbatch --exclude={node()}"
-        yield Finding("gpus", WARNING, message, fix)
-    if not tasks:
-        return
-    given, seen = device.gpus_given() or 0, len(device.gpus())
-    if given and given != tasks:
-        message = f"{tasks} task(s) for {given} GPU(s): there has to be one task per GPU"
-        fix = f"sbatch --ntasks-per-node={given} --gpus-per-node={given}"
+    chosen = device.choose_device(place.read(), use_cuda=True)
+    if device.is_gpu(chosen):
+        free_bytes, all_bytes = torch.cuda.mem_get_info(chosen)
+        if free_bytes < LEAST_FREE_MEMORY * all_bytes:
+            taken = 1 - free_bytes / all_bytes
+            message = f"{taken:.0%} of its GPU's memory is taken before the training starts"
+            fix = f"another program computes there; to avoid the node: sbatch --exclude={node()}"
+            yield Finding("gpus", WARNING, message, fix)
+    if tasks:
+        yield from _gpus_of_the_node(tasks)
+
+
+def _gpus_of_the_node(tasks: int) -> Iterator[Finding]:
+    allocated = device.gpus_given() or 0
+    visible = len(device.gpus())
+    if allocated and allocated != tasks:
+        message = f"{tasks} task(s) for {allocated} GPU(s): there has to be one task per GPU"
+        fix = f"sbatch --ntasks-per-node={allocated} --gpus-per-node={allocated}"
         yield Finding("gpus", FAULT, message, fix)
-    if 0 < seen < given:
-        message = f"a task sees {seen} of {given} GPUs, which stops them from copying to each other directly"
+    if 0 < visible < allocated:
+        message = (
+            f"a task sees {visible} of {allocated} GPUs, which stops them from copying to each other directly"
+        )
         fix = "use --gpus-per-node instead of --gpus-per-task, and leave out --gpu-bind"
         yield Finding("gpus", WARNING, message, fix)
-    if seen:
+    if visible:
         yield Finding("gpus", OK, f"{device.cards()}, {device.build_and_backend()}")
-    elif given:  # others were refused earlier
-        message = f"{given} virtual GPU(s) of the practice cluster: the ranks train on the CPU"
+    elif allocated:
+        # Those of another cluster were refused earlier.
+        message = f"{allocated} virtual GPU(s) of the practice cluster: the ranks train on the CPU"
         yield Finding("gpus", OK, message)
     else:
         message = "the job has no GPU: it will train on the CPU"
@@ -76,12 +91,12 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
         UserError: if the data cannot be read.
     """
     version = f"torch {torch.__version__.partition('+')[0]} for {device.build_and_backend()}"
-    found = [Finding("environment", OK, f"{sys.executable}, {version}")]
+    findings = [Finding("environment", OK, f"{sys.executable}, {version}")]
     if device.build() == "the CPU only" and most_gpus:
         message = f"PyTorch is for the CPU only, but nodes of this cluster have up to {most_gpus} GPUs"
         fix = "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
-        found.append(Finding("gpus", FAULT, message, fix))
-    for finding in found:
+        findings.append(Finding("gpus", FAULT, message, fix))
+    for finding in findings:
         send(finding=finding._asdict())
     datasets.load("mnist", Path(data_dir))
     send(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
@@ -92,38 +107,41 @@ def join() -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "nccl.log")
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
-        process_group.join(use_cuda=True, timeout=LIMIT - 5)
-        process_group.barrier()  # NCCL connects at its first operation
-        network = re.search(r"Using network (\S+)", log.read_text(errors="replace") if log.exists() else "")
-    way = dist.get_backend() + (f" over {network[1]}" if network else "")  # none within a node
-    yield Finding("group", OK, f"all ranks meet at {os.environ['MASTER_ADDR']}, by {way}")
+        # The step itself has a little longer, so that the group's own error is what is reported.
+        process_group.join(use_cuda=True, timeout=STEP_SECONDS - 5)
+        # NCCL connects at its first operation.
+        process_group.barrier()
+        words_of_nccl = log.read_text(errors="replace") if log.exists() else ""
+    backend = dist.get_backend()
+    # Within a node there is none.
+    network = re.search(r"Using network (\S+)", words_of_nccl)
+    if network:
+        backend += f" over {network[1]}"
+    yield Finding("group", OK, f"all ranks meet at {os.environ['MASTER_ADDR']}, by {backend}")
 
 
 def all_reduce(nodes: int) -> Iterator[Finding]:
     """Check that sums over all ranks are correct, and time them; rank 0 reports the rows."""
-    own = device.choose_device(place.read(), use_cuda=True)
-    facts = {"nodes": nodes, "job": os.environ["SLURM_JOB_ID"], "ranks": process_group.count()}
-    facts |= {"backend": dist.get_backend(), "device_name": device.device_name(own)}
-    rows, rank, size = [], process_group.rank(), process_group.count()
-    for number_of_bytes in SIZES:
-        ramp = torch.arange(number_of_bytes // 4, device=own, dtype=torch.float32) % 1000
-        expected = ramp * size + size * (size - 1) / 2  # small whole numbers: exact in float32
-        wrong = int((process_group.sum_in_place(ramp + rank) != expected).sum())
+    chosen = device.choose_device(place.read(), use_cuda=True)
+    facts = {
+        "nodes": nodes,
+        "job": os.environ["SLURM_JOB_ID"],
+        "ranks": process_group.count(),
+        "backend": dist.get_backend(),
+        "device_name": device.device_name(chosen),
+    }
+    rows = []
+    for size_bytes in SIZES_BYTES:
+        wrong = _wrong_sums(size_bytes, chosen)
         if wrong:
-            message = f"{wrong} of the sums over all ranks are wrong, at {in_words(number_of_bytes)}"
+            message = f"{wrong} of the sums over all ranks are wrong, at {in_words(size_bytes)}"
             yield Finding("all-reduce", FAULT, message, FIXES["all-reduce"])
-        if any(process_group.gather(wrong)):  # on any rank: all ranks stop here
+        # Where they are wrong on any rank, all ranks stop here.
+        if any(process_group.gather(wrong)):
             return
-        values, times = torch.zeros(number_of_bytes // 4, device=own), []
-        for _ in range(REPEATS):
-            started = clock.start(own)
-            process_group.sum_in_place(values)
-            times.append(clock.stop(own, started))
-        seconds = statistics.median(times)
-        # In a ring, the bus bandwidth is the rate of the slowest link, to be compared with the hardware's.
-        # Source: nccl-tests, doc/PERFORMANCE.md.
-        bus = number_of_bytes / seconds / 1e9 * 2 * (size - 1) / size
-        rows.append(facts | {"bytes": number_of_bytes, "seconds": seconds, "bus_gb_s": bus})
+        seconds = _seconds_of_a_sum(size_bytes, chosen)
+        bus_gb_s = _bus_gb_s(size_bytes, seconds, process_group.count())
+        rows.append(facts | {"bytes": size_bytes, "seconds": seconds, "bus_gb_s": bus_gb_s})
         if seconds > SLOW_SECONDS:
             break
     if process_group.is_rank_0() and process_group.count() == 1:
@@ -133,6 +151,35 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
             send(row=row)
         yield _network_finding(rows, nodes)
     process_group.leave()
+
+
+def _wrong_sums(size_bytes: int, chosen: torch.device) -> int:
+    """Return how many elements of a sum over all ranks are wrong here, for a tensor of this size."""
+    world_size = process_group.count()
+    ramp = torch.arange(size_bytes // 4, device=chosen, dtype=torch.float32) % 1000
+    # Small whole numbers, which are exact in float32.
+    expected = ramp * world_size + world_size * (world_size - 1) / 2
+    summed = process_group.sum_in_place(ramp + process_group.rank())
+    return int((summed != expected).sum())
+
+
+def _seconds_of_a_sum(size_bytes: int, chosen: torch.device) -> float:
+    """Return how long a sum over all ranks takes, of a tensor of this size."""
+    values = torch.zeros(size_bytes // 4, device=chosen)
+    times = []
+    for _ in range(REPEATS):
+        started = clock.start(chosen)
+        process_group.sum_in_place(values)
+        times.append(clock.stop(chosen, started))
+    return statistics.median(times)
+
+
+def _bus_gb_s(size_bytes: int, seconds: float, world_size: int) -> float:
+    """Return the bus bandwidth of a sum, in GB/s, to be compared with the hardware's.
+
+    In a ring, it is the rate of the slowest link. Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    return size_bytes / seconds / 1e9 * 2 * (world_size - 1) / world_size
 
 
 def _network_finding(rows: list[dict], nodes: int) -> Finding:

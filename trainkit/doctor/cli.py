@@ -41,57 +41,92 @@ from trainkit.record.columns import DDP
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
 JOB_SCRIPT = REPOSITORY / "slurm" / "doctor.sh"
 STAGE_SCRIPT = STAGES[DDP].script.parent / "slurm_submit.sh"
+# The time limit of the job.
 MINUTES = 15
 
 
 def main() -> int:
     """Run all checks and print the findings; return the exit code."""
     options = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which also cancels the job
-    found: list[Finding] = []
+    # Leaving in this way also cancels the job.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    findings: list[Finding] = []
     rows: list[dict] = []
-    for some in _examine(options, rows):
-        found += some
-        together: dict[tuple, list[Finding]] = {}  # what several nodes or ranks share is printed once
-        for finding in () if options.json else some:
-            together.setdefault(finding[:4], []).append(finding)
-        for (check, level, message, fix), alike in together.items():
-            nodes = ", ".join(dict.fromkeys(finding.node for finding in alike if finding.node))
-            ranks = ", ".join(str(finding.rank) for finding in alike if finding.rank is not None)
-            where = f"{f'rank {ranks} on ' if ranks else ''}{nodes}: " if nodes else ""
-            tell(f"{LABELS[level]:8} {check:12} {where}{message}")
-            if fix:
-                tell(f"{'':21} fix: {fix}")
-    count = {level: sum(finding.level == level for finding in found) for level in LABELS}
+    for of_a_check in _examine(options, rows):
+        findings += of_a_check
+        if not options.json:
+            _print_findings(of_a_check)
+    count = {level: sum(finding.level == level for finding in findings) for level in LABELS}
     if options.json:
-        document = {"findings": [finding._asdict() for finding in found], "all_reduce": rows}
+        document = {"findings": [finding._asdict() for finding in findings], "all_reduce": rows}
         tell(json.dumps(document, indent=1))
     else:
         if rows:
-            tell("\nall-reduce     time ms   bus GB/s")
-            for row in rows:
-                size, milliseconds = checkup.in_words(row["bytes"]), 1000 * row["seconds"]
-                tell(f"{size:>10} {milliseconds:11.3f} {row['bus_gb_s']:10.3f}")
-            tell("what links carry at most: 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
+            _print_all_reduce(rows)
         tell(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
     return 1 if count[FAULT] else 0
 
 
+def _print_findings(findings: list[Finding]) -> None:
+    """Print what several nodes or ranks share once."""
+    by_content: dict[tuple, list[Finding]] = {}
+    for finding in findings:
+        content = (finding.check, finding.level, finding.message, finding.fix)
+        by_content.setdefault(content, []).append(finding)
+    for (check, level, message, fix), alike in by_content.items():
+        tell(f"{LABELS[level]:8} {check:12} {_seen_by(alike)}{message}")
+        if fix:
+            tell(f"{'':21} fix: {fix}")
+
+
+def _seen_by(findings: list[Finding]) -> str:
+    """Return which ranks and nodes have seen it, as in "rank 0, 1 on n1: "; "" for the login node."""
+    nodes = ", ".join(dict.fromkeys(finding.node for finding in findings if finding.node))
+    ranks = ", ".join(str(finding.rank) for finding in findings if finding.rank is not None)
+    if not nodes:
+        return ""
+    if ranks:
+        return f"rank {ranks} on {nodes}: "
+    return f"{nodes}: "
+
+
+def _print_all_reduce(rows: list[dict]) -> None:
+    tell("\nall-reduce     time ms   bus GB/s")
+    for row in rows:
+        size = checkup.in_words(row["bytes"])
+        milliseconds = 1000 * row["seconds"]
+        tell(f"{size:>10} {milliseconds:11.3f} {row['bus_gb_s']:10.3f}")
+    tell("what links carry at most: 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
+
+
 def _parse() -> argparse.Namespace:
     parser = Parser(prog="doctor.py", description=__doc__)
-    add = parser.add_argument
-    add("--job", action="store_true", help="also check inside a short job, on every node")
-    add("--nodes", type=at_least(1), default=1, metavar="N", help="nodes of the job (default: %(default)s)")
-    add("--gpus", type=at_least(1), metavar="N", help="GPUs of the whole job (default: 2 per node)")
-    limit = f"its time limit (default: {MINUTES}, or the site file's if that is less)"
-    add("--time", type=at_least(3), metavar="MIN", help=limit)
-    in_queue = "seconds that the job may stay in the queue (default: %(default)s)"
-    add("--wait", type=at_least(0), default=120, metavar="S", help=in_queue)
-    add("--json", action="store_true", help="print one JSON document and nothing else")
-    add("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
+    parser.add_argument("--job", action="store_true", help="also check inside a short job, on every node")
+    parser.add_argument(
+        "--nodes", type=at_least(1), default=1, metavar="N", help="nodes of the job (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gpus", type=at_least(1), metavar="N", help="GPUs of the whole job (default: 2 per node)"
+    )
+    parser.add_argument(
+        "--time",
+        type=at_least(3),
+        metavar="MIN",
+        help=f"its time limit (default: {MINUTES}, or the site file's if that is less)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=at_least(0),
+        default=120,
+        metavar="S",
+        help="seconds that the job may stay in the queue (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
     options = parser.parse_args()
     stage = STAGES[DDP]
-    options.shape = resources(stage, options.gpus or stage.default_gpus * options.nodes, options.nodes)
+    gpus = options.gpus or stage.default_gpus * options.nodes
+    options.shape = resources(stage, gpus, options.nodes)
     for word in options.sbatch_options:
         if not word.startswith("-"):
             raise UserError(f"{word!r} is not an option: give those for sbatch as in: -- --mem=8G")
@@ -100,20 +135,20 @@ def _parse() -> argparse.Namespace:
 
 def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Finding]]:
     """Yield the findings, check by check; add the all-reduce timings to `rows`."""
-    site, found = login_node.check_site()
-    yield found
-    found = login_node.check_slurm()
-    yield found
-    blocked = site is None or has_fault(found)
+    site, findings = login_node.check_site()
+    yield findings
+    findings = login_node.check_slurm()
+    yield findings
+    blocked = site is None or has_fault(findings)
     if site:
         if not blocked:
-            found = _check_submission(options, site)
-            blocked = has_fault(found)
-            yield found
+            findings = _check_submission(options, site)
+            blocked = has_fault(findings)
+            yield findings
         yield login_node.check_environment(site, in_job_too=options.job)
-        found = login_node.check_folders(site)
-        blocked = blocked or has_fault(found)
-        yield found
+        findings = login_node.check_folders(site)
+        blocked = blocked or has_fault(findings)
+        yield findings
     if options.job and blocked:
         yield [Finding("job", FAULT, "not started, since it could not work", "fix the faults above first")]
     elif options.job:
@@ -123,82 +158,101 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
 def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
     """Ask Slurm whether it would take the job, and the stages' job scripts as they are."""
     done = _sbatch(site, JOB_SCRIPT, "--test-only", *_request(options, site))
-    if refusal := _refusal("submission", done):
+    refusal = _refusal("submission", done)
+    if refusal:
         return [refusal]
-    # There is no such job.
+    # It names a job, but there is none.
     when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
-    found = [Finding("submission", OK, f"Slurm would take the job (nothing was submitted): {when}")]
+    findings = [Finding("submission", OK, f"Slurm would take the job (nothing was submitted): {when}")]
     done = _sbatch(site, STAGE_SCRIPT, "--test-only", *options.sbatch_options)
-    if refusal := _refusal("submission", done):
+    refusal = _refusal("submission", done)
+    if refusal:
         fix = refusal.fix
         if site.words != WORDS:
-            asked = sbatch_options(site, options.shape).items()
-            ours = " ".join(f"--{name}={value}" for name, value in asked)
-            fix = f"have their #SBATCH lines ask in this site's words ({ours}), or use submit.py"
+            wanted = " ".join(_as_options(sbatch_options(site, options.shape)))
+            fix = f"have their #SBATCH lines ask in this site's words ({wanted}), or use submit.py"
         message = f"of the job script of stage 03: {refusal.message}"
-        found.append(refusal._replace(level=WARNING, message=message, fix=fix))
-    return found
+        findings.append(refusal._replace(level=WARNING, message=message, fix=fix))
+    return findings
 
 
 def _check_job(options: argparse.Namespace, site: Site, rows: list[dict]) -> list[Finding]:
     """Return the findings of a job that checks every rank; add the all-reduce timings to `rows`."""
-    started = datetime.now(timezone.utc)
+    started_at = datetime.now(timezone.utc)
     name = f"doctor-{secrets.token_hex(4)}"
     log = site.jobs_dir / f"{name}.log"
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
-        found = [_run(options, site, name, log)]
-        messages = list(read_messages(log.read_text(errors="replace"))) if log.exists() else []
-        found += findings_of_ranks(messages, log) if messages else []
-        rows += [one["row"] for one in messages if "row" in one]
-        if rows:  # predictions for more nodes look for these times there
-            shape = f"{rows[0]['ranks']}x{rows[0]['nodes']}"
-            facts = {"started_at": f"{started:%Y-%m-%dT%H:%M:%SZ}"}
-            path = site.results_dir / "all_reduce" / f"{started:%Y%m%d-%H%M%S}-{shape}.tsv"
-            kept = Finding("all-reduce", OK, f"its times are kept in {path}")
-            try:
-                table = [row | facts for row in rows]
-                records.put_table(path, records.ALL_REDUCE_COLUMNS, table, delimiter="\t")
-            except OSError as error:
-                message = f"its times cannot be written to {path} ({reason(error)})"
-                fix = "free the space, or fix the permissions"
-                kept = Finding("all-reduce", WARNING, message, fix)
-            found.append(kept)
+        findings = [_run(options, site, name, log)]
+        messages = _messages_in(log)
+        if messages:
+            findings += findings_of_ranks(messages, log)
+        rows += [message["row"] for message in messages if "row" in message]
+        if rows:
+            findings.append(_keep_all_reduce(rows, site, started_at))
     finally:
-        # The folder that the job itself names: one with its number may be left from another job.
-        text = log.read_text(errors="replace") if log.exists() else ""
-        for folder in {Path(one["folder"]) for one in read_messages(text) if "folder" in one}:
-            shutil.rmtree(folder, ignore_errors=True)
-            for note in site.results_dir.glob(NOTE.format(job=folder.name, node="*")):
-                note.unlink(missing_ok=True)
-        if not has_fault(found):
+        _clear(log, site)
+        if not has_fault(findings):
             log.unlink(missing_ok=True)
-    return found
+    return findings
+
+
+def _messages_in(log: Path) -> list[dict]:
+    """Return what the ranks have sent; nothing if there is no log."""
+    if not log.exists():
+        return []
+    return list(read_messages(log.read_text(errors="replace")))
+
+
+def _keep_all_reduce(rows: list[dict], site: Site, started_at: datetime) -> Finding:
+    """Write the timings where predictions for more nodes look for them (trainkit.advice)."""
+    shape = f"{rows[0]['ranks']}x{rows[0]['nodes']}"
+    path = site.results_dir / "all_reduce" / f"{started_at:%Y%m%d-%H%M%S}-{shape}.tsv"
+    facts = {"started_at": f"{started_at:%Y-%m-%dT%H:%M:%SZ}"}
+    table = [row | facts for row in rows]
+    try:
+        records.put_table(path, records.ALL_REDUCE_COLUMNS, table, delimiter="\t")
+    except OSError as error:
+        message = f"its times cannot be written to {path} ({reason(error)})"
+        return Finding("all-reduce", WARNING, message, "free the space, or fix the permissions")
+    return Finding("all-reduce", OK, f"its times are kept in {path}")
+
+
+def _clear(log: Path, site: Site) -> None:
+    """Remove the job's folder, and the notes by which its nodes have seen whether they share folders."""
+    # The job itself names its folder: one with its number may be left from another job.
+    folders = {Path(message["folder"]) for message in _messages_in(log) if "folder" in message}
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+        for note in site.results_dir.glob(NOTE.format(job=folder.name, node="*")):
+            note.unlink(missing_ok=True)
 
 
 def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
     """Return what the ranks found, and which of them did not finish."""
-    found = findings_in(sorted(messages, key=lambda one: one["rank"]))
-    if len({finding.message for finding in found if finding.check == "software"}) > 1:
+    findings = findings_in(sorted(messages, key=lambda message: message["rank"]))
+    versions = {finding.message for finding in findings if finding.check == "software"}
+    if len(versions) > 1:
         message = "it is not the same on every node"
-        found.append(Finding("software", FAULT, message, checkup.FIXES["software"]))
-    size = max(one.get("size", 0) for one in messages)
-    steps = {one["rank"]: one["begun"] for one in messages if "begun" in one}  # the last of each
-    silent = sorted(set(range(size)) - {one["rank"] for one in messages if "ended" in one})
+        findings.append(Finding("software", FAULT, message, checkup.FIXES["software"]))
+    world_size = max(message.get("size", 0) for message in messages)
+    ended = {message["rank"] for message in messages if "ended" in message}
+    silent = sorted(set(range(world_size)) - ended)
     if not silent:
-        return [Finding("ranks", OK, f"{size} ranks reported"), *found]
+        return [Finding("ranks", OK, f"{world_size} ranks reported"), *findings]
+    last_steps = {message["rank"]: message["begun"] for message in messages if "begun" in message}
     for rank in silent:
         message = f"rank {rank} never reported: its Python did not start"
-        if rank in steps:
-            message = f"rank {rank} was killed, or crashed, in its check of {steps[rank]}"
-        found.append(Finding("ranks", FAULT, message, f"see {log}; more memory: sbatch --mem=32G"))
-    return found
+        if rank in last_steps:
+            message = f"rank {rank} was killed, or crashed, in its check of {last_steps[rank]}"
+        findings.append(Finding("ranks", FAULT, message, f"see {log}; more memory: sbatch --mem=32G"))
+    return findings
 
 
 def _sbatch(site: Site, script: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run sbatch for a job script, in its folder, with the site's SBATCH_* variables."""
-    env = local.outside_of_jobs() | site.sbatch
-    return slurm.ask("sbatch", *options, script.name, cwd=script.parent, env=env)
+    environment = local.outside_of_jobs() | site.sbatch
+    return slurm.ask("sbatch", *options, script.name, cwd=script.parent, env=environment)
 
 
 def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding | None:
@@ -211,9 +265,17 @@ def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding | No
 
 def _request(options: argparse.Namespace, site: Site) -> list[str]:
     """Return the options for sbatch that shape the job, in the words of the site."""
-    tasks = options.shape.tasks_per_node
-    asked = {"nodes": options.nodes, "ntasks-per-node": tasks} | sbatch_options(site, options.shape)
-    return [*(f"--{name}={value}" for name, value in asked.items()), *options.sbatch_options]
+    asked = {
+        "nodes": options.nodes,
+        "ntasks-per-node": options.shape.tasks_per_node,
+        **sbatch_options(site, options.shape),
+    }
+    return [*_as_options(asked), *options.sbatch_options]
+
+
+def _as_options(values: dict[str, object]) -> list[str]:
+    """Return {"nodes": 2} as ["--nodes=2"]."""
+    return [f"--{name}={value}" for name, value in values.items()]
 
 
 def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Finding:
@@ -222,12 +284,22 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
     settings = (f"--job-name={name}", f"--time={minutes}", "--no-requeue", f"--output={log}")
     try:
         done = _sbatch(site, JOB_SCRIPT, "--parsable", *_request(options, site), *settings)
-        if refusal := _refusal("job", done):
+        refusal = _refusal("job", done)
+        if refusal:
             return refusal
+        # The last line is the number, and where there are several clusters the name of one.
         job_id = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
-        if held := slurm.job_of_this_shell():
-            tell(f"note: {held}", sys.stderr)
-        return _wait_for(SlurmHandle(job_id, 0, log, site.jobs_dir / job_id, site.results_dir), options.wait)
+        held_by_this_shell = slurm.job_of_this_shell()
+        if held_by_this_shell:
+            tell(f"note: {held_by_this_shell}", sys.stderr)
+        job = SlurmHandle(
+            job_id=job_id,
+            tasks=options.shape.tasks,
+            log=log,
+            folder=site.jobs_dir / job_id,
+            results=site.results_dir,
+        )
+        return _wait_for(job, options.wait)
     finally:
         # By name, since Ctrl-C may come before the number is known.
         slurm.ask("scancel", "--quiet", f"--name={name}")

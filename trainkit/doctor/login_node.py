@@ -12,7 +12,10 @@ from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, resources
 from trainkit.record.columns import DDP
 
+# To load PyTorch for the first time from a shared file system may take so long.
 IMPORT_SECONDS = 180
+
+SHARED_FOLDERS_FIX = "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to shared folders of yours"
 
 # The shell of a job, up to the job's Python, which runs its checks, and reads the data as a job would.
 ENVIRONMENT = """
@@ -34,20 +37,23 @@ def check_site() -> tuple[Site | None, list[Finding]]:
     """Read slurm/site.sh."""
     try:
         site = read_site()
-        sbatch_options(site, resources(STAGES[DDP], 2))  # which raises for words that are none
+        # It raises an error for words that are no options.
+        sbatch_options(site, resources(STAGES[DDP], 2))
     except UserError as error:
         return None, [Finding("site", FAULT, str(error), "slurm/site.example.sh shows the form")]
+    message = "no slurm/site.sh: the defaults apply"
+    if (REPOSITORY / "slurm" / "site.sh").exists():
+        message = "slurm/site.sh is valid"
     variables = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))
-    file = REPOSITORY / "slurm" / "site.sh"
-    what = "slurm/site.sh is valid" if file.exists() else "no slurm/site.sh: the defaults apply"
-    found = Finding("site", OK, f"{what}{f' ({variables})' if variables else ''}")
-    return site, [found, *_check_memory(site)]
+    if variables:
+        message += f" ({variables})"
+    return site, [Finding("site", OK, message), *_check_memory(site)]
 
 
 def _check_memory(site: Site) -> list[Finding]:
     """Warn of a request for memory that does not reach `sbatch slurm_submit.sh`."""
-    asked = [script.read_text() for script in REPOSITORY.glob("0*/slurm_submit*.sh")]
-    if not site.memory_by_part or not any("#SBATCH --mem=" in script for script in asked):
+    scripts = [path.read_text() for path in REPOSITORY.glob("0*/slurm_submit*.sh")]
+    if not site.memory_by_part or not any("#SBATCH --mem=" in script for script in scripts):
         return []
     message = f"{site.memory_by_part} counts for submit.py, but not for job scripts: their --mem comes first"
     return [Finding("site", WARNING, message, "delete their lines #SBATCH --mem, or set SBATCH_MEM_PER_NODE")]
@@ -55,15 +61,18 @@ def _check_memory(site: Site) -> list[Finding]:
 
 def check_slurm() -> list[Finding]:
     """Check that Slurm's programs are installed, and its controller answers."""
-    if why := slurm.why_not_here():
+    why_not = slurm.why_not_here()
+    if why_not:
         fix = "go to the login node, `module load slurm` on some sites; without a cluster: make cluster-up"
-        return [Finding("slurm", FAULT, f"there is no Slurm here: {why}", fix)]
+        return [Finding("slurm", FAULT, f"there is no Slurm here: {why_not}", fix)]
     ping = slurm.ask("scontrol", "ping")
-    if "UP" not in ping.stdout.replace("/", " ").split():  # of several controllers one will do
-        why = (ping.stdout or ping.stderr).partition("\n")[0]
+    # Of several controllers one will do.
+    if "UP" not in ping.stdout.replace("/", " ").split():
+        message = (ping.stdout or ping.stderr).partition("\n")[0]
         fix = "try again later, or ask your admin; for the practice cluster: make cluster-down cluster-up"
-        return [Finding("slurm", FAULT, f"Slurm's controller does not answer ({why})", fix)]
-    return [Finding("slurm", OK, f"{slurm.ask('scontrol', '--version').stdout.strip()} answers")]
+        return [Finding("slurm", FAULT, f"Slurm's controller does not answer ({message})", fix)]
+    version = slurm.ask("scontrol", "--version").stdout.strip()
+    return [Finding("slurm", OK, f"{version} answers")]
 
 
 def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
@@ -71,37 +80,39 @@ def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
     # It may work on the compute nodes only, which the job will show.
     level = WARNING if in_job_too else FAULT
     most_gpus = 0 if slurm.cluster() == "practice" else slurm.most_gpus()
-    words = (str(REPOSITORY), LOOK, str(site.data_dir), str(most_gpus))
-    done = slurm.ask("bash", "-c", ENVIRONMENT, "environment", *words, seconds=IMPORT_SECONDS)
+    arguments = (str(REPOSITORY), LOOK, str(site.data_dir), str(most_gpus))
+    done = slurm.ask("bash", "-c", ENVIRONMENT, "environment", *arguments, seconds=IMPORT_SECONDS)
     if "srun's container" in done.stdout:
         message = "Python and data can be seen only from inside srun's container"
         return [Finding("environment", WARNING, message, "check them with `doctor.py --job`")]
-    found = findings_in(read_messages(done.stdout))
-    if not found:
+    findings = findings_in(read_messages(done.stdout))
+    if not findings:
         # The command's output, and its error.
         problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
         message = f"the job's Python does not work here: {problem}"
         fix = "fix activate_environment in slurm/site.sh; for the default, .venv: make .venv/ready"
         return [Finding("environment", level, message, fix)]
-    found = [finding._replace(level=level) if finding.level == FAULT else finding for finding in found]
+    findings = [finding._replace(level=level) if finding.level == FAULT else finding for finding in findings]
     if done.returncode:
-        found.append(fault_from("data", done.stderr.strip().rpartition("\n")[2]))
-    return found
+        last_line = done.stderr.strip().rpartition("\n")[2]
+        findings.append(fault_from("data", last_line))
+    return findings
 
 
 def check_folders(site: Site) -> list[Finding]:
     """Check that the folders that jobs write to are writable."""
-    own = "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to shared folders of yours"
-    folders = {
-        site.results_dir: ("results", own),
-        site.jobs_dir: ("checkpoints", own),
-        STAGES[DDP].script.parent: ("logs", "put this checkout where you may write"),
-    }
-    found = []
-    for folder, (what, fix) in folders.items():
+    logs_dir = STAGES[DDP].script.parent
+    faults = []
+    for folder, contents, fix in (
+        (site.results_dir, "results", SHARED_FOLDERS_FIX),
+        (site.jobs_dir, "checkpoints", SHARED_FOLDERS_FIX),
+        (logs_dir, "logs", "put this checkout where you may write"),
+    ):
         try:
-            files.check_writable(folder, what, fix)
+            files.check_writable(folder, contents, fix)
         except UserError as error:
-            found.append(fault_from("folders", str(error)))
-    message = f"results, checkpoints and logs can be written: {', '.join(map(str, folders))}"
-    return found or [Finding("folders", OK, message)]
+            faults.append(fault_from("folders", str(error)))
+    if faults:
+        return faults
+    folders = f"{site.results_dir}, {site.jobs_dir}, {logs_dir}"
+    return [Finding("folders", OK, f"results, checkpoints and logs can be written: {folders}")]
