@@ -1,5 +1,6 @@
 """The table of the record's columns, and what follows from it."""
 
+import math
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 from conftest import REPOSITORY, ran, succeeded
 
 from trainkit.config import options
+from trainkit.record import records
 from trainkit.record.columns import COLUMNS, Role
+from trainkit.record.records import RecordWriter
 
 MADE_UP = """
 import sys
@@ -18,7 +21,12 @@ from types import SimpleNamespace as Stand
 from trainkit.record import columns
 
 columns.COLUMNS["momentum"] = columns.Column(
-    columns.number(least=0), columns.Role.TRAINING, "momentum", "momentum {}", "--momentum", 0.0
+    columns.number(least=0),
+    columns.Role.TRAINING,
+    words="momentum",
+    label="momentum {}",
+    option="--momentum",
+    default=0.0,
 )
 
 from test_comparison import write_run
@@ -49,11 +57,24 @@ def test_every_option_that_shapes_the_training_is_a_setting_of_the_record() -> N
     """And the table has its name and default as in the declaration."""
     settings = {column.option for column in COLUMNS.values() if column.role <= Role.REPEAT}
     for one in fields(options.Options):
-        flag, column = f"--{one.name.replace('_', '-')}", COLUMNS.get(one.metadata["column"])
+        flag = f"--{one.name.replace('_', '-')}"
+        column = COLUMNS.get(one.metadata["column"])
         assert not one.metadata["shapes_training"] or flag in settings
         if column:
             assert column.option == flag
-            assert column.default in (None, "unknown", one.default)
+            is_unknown = column.default is None or column.default != column.default
+            assert is_unknown or column.default == one.default
+
+
+@pytest.mark.parametrize("name", [name for name, column in COLUMNS.items() if column.default is not None])
+def test_a_default_can_be_read_back(name: str, tmp_path: Path) -> None:
+    """As a training that does not know its own value writes it."""
+    (facts, *_) = records.read(REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv")
+    writer = RecordWriter(tmp_path, {column: facts[column] for column in facts if column != name})
+    writer.add({"epoch": 1})
+    (row,) = records.read(writer.path)
+    default = COLUMNS[name].default
+    assert row[name] == default or math.isnan(row[name]) and math.isnan(default)
 
 
 def test_what_shapes_a_training_without_a_column_is_in_its_settings() -> None:

@@ -204,7 +204,7 @@ class AnswerText:
             given["lr"] = f"{float(row.lr) / lr_factor(row.lr_scale, row.global_batch):.4g}"
         for name in comparison.MUST_BE_EQUAL:
             column = COLUMNS[name]
-            if column.option and column.role != Role.SIZE and given[name] != column.default:
+            if column.option and column.role != Role.SIZE and given[name] not in (column.default, UNKNOWN):
                 words += [column.option] if column.default is False else [column.option, given[name]]
         return shlex.join(map(str, words + ["--no-cuda"] * self.on_cpu))
 

@@ -205,7 +205,7 @@ def common(section: pd.DataFrame) -> str:
 
 def varies(rows: pd.DataFrame, name: str) -> bool:
     """Return whether rows differ in a setting, beyond what another setting determines."""
-    by = list(COLUMNS[name].follows) if name in COLUMNS else []
+    by = list(COLUMNS[name].determined_by) if name in COLUMNS else []
     return (rows.groupby(by)[name].nunique().max() if by else rows[name].nunique()) > 1
 
 
@@ -379,7 +379,7 @@ def _differences(row: tuple, one: tuple, batch: str) -> list[str]:
     equal["lr"] = _same_lr(row, one)
     given = dict(equal)
     for name in MUST_BE_EQUAL:  # another recipe explains another learning rate
-        equal[name] |= not all(given[decides] for decides in COLUMNS[name].follows[:1])
+        equal[name] |= not all(given[decides] for decides in COLUMNS[name].determined_by[:1])
     # More CPU threads do not make a GPU faster.
     equal["threads_per_worker"] |= not is_cpu(row.device_name)
     return [name for name in MUST_BE_EQUAL if not equal[name]]

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 # The stages of the tutorial, in its order, and how they read. Any other name is a user's own training.
-SINGLE, DP, DDP = "single", "dp", "ddp"
+SINGLE = "single"
+DP = "dp"
+DDP = "ddp"
 TUTORIAL_STAGES = {SINGLE: "single", DP: "DataParallel", DDP: "DDP"}
 STAGE_FOLDERS = {SINGLE: "01_singlegpu", DP: "02_multigpu_dp", DDP: "03_multigpu_ddp"}
 TUTORIAL_MODEL = "Net"
 DEFAULT_WIDTH = 32
-BASE_BATCH = 64  # the default --batch-size, and the one that --lr is for if a rule scales it
+# Images in a step: the default --batch-size, and the batch that --lr is for if a rule scales it.
+BASE_BATCH = 64
 # The rules of --lr-scale: the power of the batch size with which the learning rate grows.
 LR_SCALES = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
 
@@ -27,10 +30,14 @@ def lr_factor(rule: str, batch: int) -> float:
 
 
 class Role(IntEnum):
-    """What a column says of a run, in the order in which settings are printed and sorted."""
+    """What a column says of a run, in the order in which settings are printed and sorted.
 
-    # Settings: a speedup says something about the number of workers only if all of these are equal.
-    TASK = 1  # another value also makes another table
+    The first five are settings. A speedup says something about the number of workers only if all settings
+    are equal in both runs.
+    """
+
+    # Another value also makes another table.
+    TASK = 1
     LOADING = 2
     TRAINING = 3
     COMPUTING = 4
@@ -38,10 +45,13 @@ class Role(IntEnum):
     # Another value is another configuration, whose speed may still be compared, with a doubt. An example is
     # an argument that belongs to the number of GPUs: it may differ although the training is the same.
     DOUBT = 6
-    LAYOUT = 7  # what a speedup compares: another value is another configuration
-    REPEAT = 8  # differs between runs of one configuration
+    # What a speedup compares: another value is another configuration.
+    LAYOUT = 7
+    # Differs between runs of one configuration.
+    REPEAT = 8
     MEASUREMENT = 9
-    FACT = 10  # where and with what it ran
+    # Where and with what the training ran.
+    FACT = 10
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,9 @@ class Column:
         option: the option of the stages that sets it.
         default: that option's default, and the value for a training that does not know its own; it goes
             without saying in a label. None: every training knows it.
-        unsaid: the value that a label leaves out, if it is not the default.
-        follows: the columns that determine it: if the first differs, this one need not be named.
+        unlabelled: the value that goes without saying in a label, if that is not the default.
+        determined_by: the columns that determine it. A label leaves it out if they do, and if the first of
+            them differs between two runs, that explains why this one differs.
     """
 
     read: Callable[[str], object]
@@ -66,13 +77,15 @@ class Column:
     label: str = ""
     option: str = ""
     default: object = None
-    unsaid: object = None
-    follows: tuple[str, ...] = ()
+    unlabelled: object = None
+    determined_by: tuple[str, ...] = ()
 
     def in_words(self, value: object) -> str:
         """Return the value as it reads in a label, or "" if it goes without saying."""
-        usual = self.default if self.unsaid is None else self.unsaid
-        return "" if value == usual else self.label.format(value)
+        silent = self.default if self.unlabelled is None else self.unlabelled
+        if value == silent:
+            return ""
+        return self.label.format(value)
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -111,9 +124,12 @@ def flag(cell: str) -> bool:
     return cell == "1"
 
 
-OWN_LOOP = "own"  # the recipe of a training with another loop (training/recorder.py)
-OWN_OPTIMIZER = "own optimizer"  # the recipe of a copy of a stage that makes its optimizer or schedule itself
-UNKNOWN = "unknown"  # how nan of a learning rate or a gamma reads; such runs are pooled with each other
+# The recipe of a training with another loop (training/recorder.py).
+OWN_LOOP = "own"
+# The recipe of a copy of a stage that makes its optimizer or its schedule itself.
+OWN_OPTIMIZER = "own optimizer"
+# How nan of a learning rate or a gamma reads in a comparison, where such runs are pooled with each other.
+UNKNOWN = "unknown"
 # In the order of the file. results/README.md explains them.
 COLUMNS: dict[str, Column] = {
     "run_id": Column(str, Role.FACT),
@@ -122,60 +138,105 @@ COLUMNS: dict[str, Column] = {
     "launcher": Column(str, Role.FACT),
     "epoch": Column(whole(1), Role.MEASUREMENT),
     "warmup": Column(flag, Role.MEASUREMENT),
-    "dataset": Column(str, Role.TASK, "dataset", option="--dataset", default="mnist"),
-    "model": Column(str, Role.TASK, "model"),
+    "dataset": Column(str, Role.TASK, words="dataset", option="--dataset", default="mnist"),
+    "model": Column(str, Role.TASK, words="model"),
+    # The number of loader workers says that there are some.
     "loader": Column(
-        str, Role.LOADING, "loader", "{} loader", "--loader", default="resident", unsaid="workers"
+        str,
+        Role.LOADING,
+        words="loader",
+        label="{} loader",
+        option="--loader",
+        default="resident",
+        unlabelled="workers",
     ),
-    "recipe": Column(str, Role.TRAINING, "recipe", "{}", "--recipe", default="classic", unsaid=""),
+    # Where recipes differ, each is named.
+    "recipe": Column(
+        str,
+        Role.TRAINING,
+        words="recipe",
+        label="{}",
+        option="--recipe",
+        default="classic",
+        unlabelled="",
+    ),
     "lr": Column(
         number(least=0, nan=True),
         Role.TRAINING,
-        "learning rate",
-        "lr {}",
-        "--lr",
-        default=UNKNOWN,
-        follows=("recipe", "lr_scale", "global_batch"),
+        words="learning rate",
+        label="lr {}",
+        option="--lr",
+        default=math.nan,
+        unlabelled=UNKNOWN,
+        determined_by=("recipe", "lr_scale", "global_batch"),
     ),
     "gamma": Column(
         number(least=0, most=1, nan=True),
         Role.TRAINING,
-        "gamma",
-        "gamma {}",
-        "--gamma",
-        default=UNKNOWN,
-        follows=("recipe",),
+        words="gamma",
+        label="gamma {}",
+        option="--gamma",
+        default=math.nan,
+        unlabelled=UNKNOWN,
+        determined_by=("recipe",),
     ),
-    "lr_scale": Column(str, Role.TRAINING, "--lr-scale", "{} lr scale", "--lr-scale", default="none"),
+    "lr_scale": Column(
+        str, Role.TRAINING, words="--lr-scale", label="{} lr scale", option="--lr-scale", default="none"
+    ),
     "lr_warmup_images": Column(
-        whole(0), Role.TRAINING, "--lr-warmup-images", "lr warm-up {}", "--lr-warmup-images", default=0
+        whole(0),
+        Role.TRAINING,
+        words="--lr-warmup-images",
+        label="lr warm-up {}",
+        option="--lr-warmup-images",
+        default=0,
     ),
-    "width": Column(whole(1), Role.TRAINING, "width", "width {}", "--width", default=DEFAULT_WIDTH),
-    # 0: not known.
-    "parameters": Column(whole(0), Role.TRAINING, "weights", "{:,} weights", default=0, follows=("width",)),
-    "settings": Column(str, Role.TRAINING, "settings", "{}", default=""),
-    # What identifies a training (training/identity.py), in words of `name=value`; "": not known, or as the
-    # recipe says.
-    "optimizer": Column(str, Role.TRAINING, "optimizer", "{}", default=""),
-    "network": Column(str, Role.TRAINING, "network", "{}", default="", follows=("parameters",)),
-    "schedule": Column(str, Role.DOUBT, "schedule", "{}", default=""),
-    "arguments": Column(str, Role.DOUBT, "arguments", "{}", default=""),
+    "width": Column(
+        whole(1), Role.TRAINING, words="width", label="width {}", option="--width", default=DEFAULT_WIDTH
+    ),
+    # 0 if it is not known.
+    "parameters": Column(
+        whole(0),
+        Role.TRAINING,
+        words="weights",
+        label="{:,} weights",
+        default=0,
+        determined_by=("width",),
+    ),
+    "settings": Column(str, Role.TRAINING, words="settings", label="{}", default=""),
+    # What identifies a training (training/identity.py), in words of `name=value`. It is "" if that is not
+    # known, or as the recipe says.
+    "optimizer": Column(str, Role.TRAINING, words="optimizer", label="{}", default=""),
+    "network": Column(
+        str, Role.TRAINING, words="network", label="{}", default="", determined_by=("parameters",)
+    ),
+    "schedule": Column(str, Role.DOUBT, words="schedule", label="{}", default=""),
+    "arguments": Column(str, Role.DOUBT, words="arguments", label="{}", default=""),
     "script": Column(str, Role.FACT, default=""),
     "world_size": Column(whole(1), Role.LAYOUT),
     "nodes": Column(whole(1), Role.LAYOUT),
     "devices": Column(whole(1), Role.LAYOUT),
-    "device_name": Column(str, Role.TASK, "device"),
+    "device_name": Column(str, Role.TASK, words="device"),
     "workers_per_loader": Column(
-        whole(0), Role.LOADING, "loader workers", "{} loader workers", "--num-workers", default=0
+        whole(0),
+        Role.LOADING,
+        words="loader workers",
+        label="{} loader workers",
+        option="--num-workers",
+        default=0,
     ),
-    "threads_per_worker": Column(whole(1), Role.LOADING, "threads per worker", "threads {}"),
-    "global_batch": Column(whole(1), Role.SIZE, "global batch", option="--batch-size"),
+    "threads_per_worker": Column(whole(1), Role.LOADING, words="threads per worker", label="threads {}"),
+    "global_batch": Column(whole(1), Role.SIZE, words="global batch", option="--batch-size"),
     "batch_per_device": Column(whole(1), Role.FACT),
-    "accumulate": Column(whole(1), Role.SIZE, "micro-batches per step", "accumulate {}", default=1),
-    "precision": Column(str, Role.COMPUTING, "precision", "{}", "--precision"),
-    "debug": Column(flag, Role.COMPUTING, "--debug", "with --debug", "--debug", default=False),
+    "accumulate": Column(
+        whole(1), Role.SIZE, words="micro-batches per step", label="accumulate {}", default=1
+    ),
+    "precision": Column(str, Role.COMPUTING, words="precision", label="{}", option="--precision"),
+    "debug": Column(
+        flag, Role.COMPUTING, words="--debug", label="with --debug", option="--debug", default=False
+    ),
     "steps": Column(whole(1), Role.MEASUREMENT),
-    "images": Column(whole(1), Role.SIZE, "images per epoch", "{} images", "--train-size"),
+    "images": Column(whole(1), Role.SIZE, words="images per epoch", label="{} images", option="--train-size"),
     "train_seconds": Column(number(above=0), Role.MEASUREMENT),
     "images_per_s": Column(number(above=0), Role.MEASUREMENT),
     "test_images": Column(whole(0), Role.FACT, default=0),
@@ -184,7 +245,8 @@ COLUMNS: dict[str, Column] = {
     "test_loss": Column(number(nan=True), Role.MEASUREMENT, default=math.nan),
     # A regression has none.
     "test_accuracy": Column(number(least=0, most=100, nan=True), Role.MEASUREMENT, default=math.nan),
-    "best_epoch": Column(whole(0), Role.MEASUREMENT, default=0),  # so far, by a validation; or 0
+    # So far, by a validation; 0 without one.
+    "best_epoch": Column(whole(0), Role.MEASUREMENT, default=0),
     "learning_rate": Column(number(least=0), Role.MEASUREMENT),
     "peak_memory_mb": Column(number(least=0), Role.MEASUREMENT),
     "elapsed_s": Column(number(least=0), Role.MEASUREMENT),
@@ -199,7 +261,8 @@ COLUMNS: dict[str, Column] = {
     "started_at": Column(str, Role.FACT),
     "schema_version": Column(whole(1), Role.FACT),
 }
-# Of the ranks' file: how long the rank worked by itself (compute_time.py), and waited for its batches.
+# Of the ranks' file. `own_seconds` is how long the rank worked by itself (training/compute_time.py), and
+# `data_seconds` how long it waited for its batches.
 RANK_COLUMNS: dict[str, Callable[[str], object]] = {
     "epoch": whole(1),
     "rank": whole(0),
@@ -232,4 +295,5 @@ ALL_REDUCE_COLUMNS: dict[str, Callable[[str], object]] = {
 
 def with_role(*roles: Role) -> list[str]:
     """List the names of the columns with one of these roles, by role and then in the order of the file."""
-    return [name for role in sorted(roles) for name, column in COLUMNS.items() if column.role == role]
+    names = [name for name, column in COLUMNS.items() if column.role in roles]
+    return sorted(names, key=lambda name: COLUMNS[name].role)
