@@ -310,7 +310,7 @@ def _find_slow_rank(job: SampledJob, _: Found) -> Iterator[Issue]:
     explained |= job.shares.data[slowest] >= (DATA_WAIT if job.has_loaders else DATA_WORK)
     gpus = [job.judged[GPU][gpu] for gpu in job.gpus_of_rank.get(place, []) if gpu in job.judged[GPU]]
     explained |= any(rows.throttled.str.contains("heat").mean() > HOT for rows in gpus)
-    if times >= records.SLOW and lost >= WORTH and not explained:
+    if times >= records.SLOW_RANK_FACTOR and lost >= WORTH and not explained:
         where = _name_places("rank", [place])
         sentence = (
             f"{where} takes {times:.1f} times as long as the others for its own part of a step, and they "

@@ -30,9 +30,13 @@ from trainkit.record import samples
 from trainkit.record.columns import ALL_REDUCE_COLUMNS, COLUMNS, METRIC_COLUMNS, RANK_COLUMNS
 
 SCHEMA_VERSION = 1
-SLOW = 1.25  # a rank is called slow from this many times the median of the others on
+# A rank is called slow from this many times the median of the others on.
+SLOW_RANK_FACTOR = 1.25
 # Why a run ended: nothing ended it earlier, or the script itself did.
-ALL_EPOCHS, ITS_LOOP = "all epochs", "its loop ended"
+ALL_EPOCHS = "all epochs"
+ITS_LOOP = "its loop ended"
+# Characters of the stage that the name of a file may have.
+MOST_STAGE_CHARACTERS = 40
 # Of a training that goes on: what has to be the same (a Recorder compares it; a Run has its checkpoints do
 # so), and what stays as at its first start, whatever the script says now. For example, an optimizer has its
 # constants from the checkpoint.
@@ -40,7 +44,9 @@ SAME = ("stage", "dataset", "model", "global_batch", "settings")
 KEPT = ("precision", "optimizer", "lr", "schedule")
 
 Row = dict[str, object]
-Readers = dict[str, Callable[[str], object]]  # column -> the reader of its cells
+# Of each column the reader of its cells.
+Readers = dict[str, Callable[[str], object]]
+READERS: Readers = {name: column.read for name, column in COLUMNS.items()}
 
 
 class RecordError(UserError):
@@ -62,17 +68,19 @@ class RecordWriter:
             not after an epoch whose result would be lost.
     """
 
-    _of_this_process = 0  # a second training in a process does not begin with the process
+    # A second training in a process does not begin with the process.
+    _trainings_of_this_process = 0
 
     def __init__(self, folder: Path | None, facts: Row) -> None:
-        self._began = time.monotonic() if RecordWriter._of_this_process else process_start()
-        RecordWriter._of_this_process += 1
-        self._seconds_before = 0.0  # of the starts that this one goes on from
+        is_first_training = RecordWriter._trainings_of_this_process == 0
+        RecordWriter._trainings_of_this_process += 1
+        self._began = process_start() if is_first_training else time.monotonic()
+        # The seconds of the starts that this one goes on from.
+        self._seconds_before = 0.0
         began_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._began)
-        word = re.sub(r"[^\w.-]+", "-", facts["stage"]).lstrip("-.")[:40] or "own"  # part of a file name
         defaults = {name: column.default for name, column in COLUMNS.items() if column.default is not None}
         of_this_start = {
-            "run_id": f"{word}-{began_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}",
+            "run_id": f"{_file_word(facts['stage'])}-{began_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}",
             "started_at": f"{began_at:%Y-%m-%dT%H:%M:%SZ}",
             "schema_version": SCHEMA_VERSION,
         }
@@ -104,12 +112,12 @@ class RecordWriter:
         of_the_clock = {
             "warmup": self._epochs_added == 0,
             "elapsed_s": self._elapsed_s(),
-            "recorded_at": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z",
+            "recorded_at": _now(),
         }
         row = self.facts | of_the_clock | row
-        metrics = [*metrics]
+        metrics = list(metrics)
         try:
-            _check(row, {name: column.read for name, column in COLUMNS.items()})
+            _check(row, READERS)
             for metric in metrics:
                 _check(metric, METRIC_COLUMNS)
         except ValueError as error:
@@ -153,13 +161,15 @@ class RecordWriter:
 
     def state_dict(self) -> dict[str, object]:
         """Return what a start that goes on from here has to know: numbers and texts, for a checkpoint."""
-        return {
-            "run_id": self.facts["run_id"],
+        run_id = self.facts["run_id"]
+        resumed_from = run_id
+        if not self.rows:
             # A start that has no row yet has no file. If it never gets one, the next goes on from the starts
             # before it.
-            "resumed_from": " ".join(
-                [self.facts["run_id"]] if self.rows else [self.facts["run_id"], self.facts["resumed_from"]]
-            ).strip(),
+            resumed_from = f"{run_id} {self.facts['resumed_from']}".strip()
+        return {
+            "run_id": run_id,
+            "resumed_from": resumed_from,
             "elapsed_s": self._elapsed_s(),
             "facts": {name: self.facts[name] for name in (*SAME, *KEPT)},
         }
@@ -167,7 +177,8 @@ class RecordWriter:
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on from the start that has saved `state`: name its record, and count on from its seconds."""
         if state["run_id"] == self.facts["run_id"]:
-            return  # this start goes back to what it has saved itself
+            # This start goes back to what it has saved itself.
+            return
         self.facts |= {name: state["facts"][name] for name in KEPT}
         self.facts["resumed_from"] = state["resumed_from"]
         self._seconds_before = state["elapsed_s"]
@@ -175,6 +186,18 @@ class RecordWriter:
     def _elapsed_s(self) -> float:
         """Return the seconds that the run's processes took so far, without the time between them."""
         return self._seconds_before + time.monotonic() - self._began
+
+
+def _file_word(stage: str) -> str:
+    """Return the part of a file's name that says the stage; `own` if a name leaves nothing."""
+    word = re.sub(r"[^\w.-]+", "-", stage).lstrip("-.")
+    return word[:MOST_STAGE_CHARACTERS] or "own"
+
+
+def _now() -> str:
+    """Return the time in UTC, to milliseconds."""
+    microseconds = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}"
+    return f"{microseconds[:-3]}Z"
 
 
 def _before(epoch: int, rows: list[Row]) -> list[Row]:
@@ -193,7 +216,8 @@ def verdict_file(path: Path) -> Path:
 
 def put_table(path: Path, columns: Iterable[str], rows: list[Row], **dialect: str) -> None:
     """Write the rows to `path`, whole or not at all; raise an OSError if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
+    # The folder may have been removed since the training began.
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         writer = csv.DictWriter(file, columns, **dialect)
         writer.writeheader()
@@ -203,7 +227,8 @@ def put_table(path: Path, columns: Iterable[str], rows: list[Row], **dialect: st
 def _to_text(value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
-    if isinstance(value, float):  # the reader accepts nan, but not inf
+    if isinstance(value, float):
+        # The reader accepts nan, but not inf.
         return f"{value:.6g}" if math.isfinite(value) else "nan"
     return str(value)
 
@@ -223,7 +248,7 @@ def read(path: Path) -> list[Row]:
         RecordError: if the file cannot be read, is empty or damaged, has another schema, or has a cell that
             no run writes.
     """
-    return _read(path, {name: column.read for name, column in COLUMNS.items()})
+    return _read(path, READERS)
 
 
 def read_ranks(path: Path) -> list[Row]:
@@ -292,10 +317,10 @@ def _read_row(cells: dict[str, str], readers: Readers) -> Row:
 
 def by_run(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Group the rows of a file by their `run_id`, in the order of their epochs."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row["run_id"], []).append(row)
-    return {run_id: sorted(rows, key=lambda row: row["epoch"]) for run_id, rows in found.items()}
+    rows_of: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["epoch"]):
+        rows_of.setdefault(row["run_id"], []).append(row)
+    return rows_of
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, list[Row]]:
@@ -331,78 +356,96 @@ def join(starts: dict[str, list[Row]]) -> dict[str, list[Row]]:
         of the second run are a `warmup`, so that no speed counts twice.
     """
     runs: dict[str, list[Row]] = {}
-    shared: set[tuple[str, int]] = set()
-    before = {run_id: _starts_before(run_id, starts) for run_id in starts}
-    for run_id, own_rows in starts.items():
-        if _is_superseded(run_id, starts, before):
+    earlier_starts = {run_id: _earlier_starts(run_id, starts) for run_id in starts}
+    # In a speed an epoch counts once, also if two runs have it: a warm-up counts in none.
+    counted: set[tuple[str, int]] = set()
+    for run_id in starts:
+        if _is_superseded(run_id, starts, earlier_starts):
             continue
-        rows = own_rows
-        for earlier in filter(starts.get, before[run_id]):
-            # A run that has ended, and went on after all, has not ended there.
-            went_on = [row | {"ended": ""} for row in _before(rows[0]["epoch"], starts[earlier])]
-            rows = [*went_on, *rows]
-        runs[run_id] = [
-            row
-            | {"run_id": run_id, "start": row["run_id"]}
-            # In a speed an epoch counts once, also if two runs have it: a warm-up counts in none.
-            | ({"warmup": True} if (row["run_id"], row["epoch"]) in shared else {})
-            for row in rows
-        ]
-        shared |= {(row["run_id"], row["epoch"]) for row in rows}
+        run = []
+        for row in _rows_of_run(run_id, starts, earlier_starts[run_id]):
+            start, epoch = row["run_id"], row["epoch"]
+            row = row | {"run_id": run_id, "start": start}
+            if (start, epoch) in counted:
+                row["warmup"] = True
+            counted.add((start, epoch))
+            run.append(row)
+        runs[run_id] = run
     return runs
 
 
-def _starts_before(run_id: str, starts: dict[str, list[Row]]) -> list[str]:
+def _rows_of_run(run_id: str, starts: dict[str, list[Row]], earlier_starts: list[str]) -> list[Row]:
+    """Return the rows of a start, after those of the starts that it went on from."""
+    rows = starts[run_id]
+    for name in earlier_starts:
+        if name in starts:
+            first_epoch = rows[0]["epoch"]
+            # A run that has ended, and went on after all, has not ended there.
+            went_on = [row | {"ended": ""} for row in _before(first_epoch, starts[name])]
+            rows = went_on + rows
+    return rows
+
+
+def _earlier_starts(run_id: str, starts: dict[str, list[Row]]) -> list[str]:
     """List the starts that this one went on from, the latest first; the records of some may be missing."""
-    found: list[str] = []
+    earlier: list[str] = []
     recorded: str | None = run_id
     while recorded:
         names = starts[recorded][0]["resumed_from"].split()
+        # Those before the first one with a record had no row when they saved.
         recorded = next((name for name in names if name in starts), None)
-        found += names[: names.index(recorded) + 1] if recorded else names
-    return found
+        earlier += names[: names.index(recorded) + 1] if recorded else names
+    return earlier
 
 
-def _is_superseded(run_id: str, starts: dict[str, list[Row]], before: dict[str, list[str]]) -> bool:
+def _is_superseded(run_id: str, starts: dict[str, list[Row]], earlier_starts: dict[str, list[str]]) -> bool:
     """Return whether another start takes the place of this one, as `join` says.
 
-    `before`: of each start those that it went on from, the latest first.
+    `earlier_starts`: of each start those that it went on from, the latest first.
     """
-    last = starts[run_id][-1]
-    of_this_run = {run_id, *before[run_id]}
+    last_row = starts[run_id][-1]
+    of_this_run = {run_id, *earlier_starts[run_id]}
     # A start is never superseded by one that it went on from, whatever the clocks of their nodes say.
     for other in starts.keys() - of_this_run:
-        first = starts[other][0]
-        if last["ended"]:
-            goes_on_from = next((name for name in before[other] if name in starts), None)
-            goes_on = goes_on_from == run_id and first["epoch"] > last["epoch"]
+        first_row = starts[other][0]
+        if last_row["ended"]:
+            recorded = [name for name in earlier_starts[other] if name in starts]
+            follows_this_one = recorded[:1] == [run_id]
+            takes_its_place = follows_this_one and first_row["epoch"] > last_row["epoch"]
         else:
-            goes_on = not of_this_run.isdisjoint(before[other]) and first["recorded_at"] > last["recorded_at"]
-        if goes_on:
+            same_training = not of_this_run.isdisjoint(earlier_starts[other])
+            takes_its_place = same_training and first_row["recorded_at"] > last_row["recorded_at"]
+        if takes_its_place:
             return True
     return False
 
 
 def ends_with(rows: list[Row]) -> Row:
     """Return the row of a run with the weights that it ends with: of its best epoch, or else the last."""
-    best = rows[-1]["best_epoch"]  # of a script with a validation
-    return next((row for row in rows if row["epoch"] == best), rows[-1])
+    best_epoch = rows[-1]["best_epoch"]  # 0 without a validation
+    for row in rows:
+        if row["epoch"] == best_epoch:
+            return row
+    return rows[-1]
 
 
-def slow_rank(of_ranks: Iterable[Row]) -> str:
+def slow_rank(rows_of_ranks: Iterable[Row]) -> str:
     """Return a clause that names a rank that holds up the others, by its mean seconds over all epochs.
 
-    "" if none is `SLOW`, if there is only one rank, or if the seconds of one are unknown.
+    "" if none reaches `SLOW_RANK_FACTOR`, if there is only one rank, or if the seconds of one are unknown.
     """
-    by_rank: dict[int, list[tuple[float, str]]] = {}
-    for row in of_ranks:
-        by_rank.setdefault(row["rank"], []).append((row["own_seconds"], row["host"]))
-    means = {rank: statistics.fmean(seconds for seconds, _ in found) for rank, found in by_rank.items()}
+    rows_of: dict[int, list[Row]] = {}
+    for row in rows_of_ranks:
+        rows_of.setdefault(row["rank"], []).append(row)
+    means = {rank: statistics.fmean(row["own_seconds"] for row in rows) for rank, rows in rows_of.items()}
+    # A mean of nan is not above 0.
     if len(means) < 2 or not all(mean > 0 for mean in means.values()):
         return ""
     slowest = max(means, key=means.get)
-    times = means.pop(slowest) / statistics.median(means.values())
-    if times < SLOW:
+    others = [mean for rank, mean in means.items() if rank != slowest]
+    factor = means[slowest] / statistics.median(others)
+    if factor < SLOW_RANK_FACTOR:
         return ""
-    _, host = max(by_rank[slowest])  # where it was slowest: a job that was requeued may have moved
-    return f"rank {slowest} on {host} takes {times:.1f}x the median of the others for its own part of a step"
+    # A job that was requeued may have moved: the host is the one where the rank was slowest.
+    host = max(rows_of[slowest], key=lambda row: (row["own_seconds"], row["host"]))["host"]
+    return f"rank {slowest} on {host} takes {factor:.1f}x the median of the others for its own part of a step"
