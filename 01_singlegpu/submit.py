@@ -14,10 +14,13 @@ import submitit
 
 def submit(request: Request) -> Handle:
     """Send the job, or start it here, and do not wait for its end. Sweeps send their jobs by this, too."""
-    with submission.sending(request) as sent:  # checks it first, and puts a refusal into one sentence
+    # It checks the request before, and puts a refusal by Slurm into one sentence.
+    with submission.sending(request) as sent:
         executor = submitit.AutoExecutor(
-            request.folder,  # for submitit's files and the log of each rank; all nodes have to see it
-            cluster=request.cluster,  # "slurm", or "local": processes of this machine
+            # For submitit's files and the log of each rank: all nodes have to see it.
+            request.folder,
+            # "slurm", or "local": processes of this machine.
+            cluster=request.cluster,
             # What follows srun goes into the job's shell as it is; job_env.sh has set these variables there.
             slurm_python='--cpus-per-task="$SLURM_CPUS_PER_TASK" "${SITE_SRUN_ARGS[@]}" '
             '"${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python',
@@ -29,17 +32,20 @@ def submit(request: Request) -> Handle:
             timeout_min=request.timeout_min,
             stderr_to_stdout=True,
             slurm_partition=request.partition,
-            slurm_signal_delay_s=60,  # USR2 comes a minute before the end: save a checkpoint,
+            # USR2 comes a minute before the end: the ranks save a checkpoint, and the job is queued again.
+            slurm_signal_delay_s=60,
             slurm_additional_parameters={
-                "requeue": True,  # and go back to the queue
-                # GPUs, cores and memory, named as slurm/site.sh says; without that file:
-                # {"gpus-per-node": "1", "cpus-per-task": "2", "mem": "8G"}
+                "requeue": True,
+                # GPUs, cores and memory, named as slurm/site.sh says. Without that file they are
+                # {"gpus-per-node": "1", "cpus-per-task": "2", "mem": "8G"}.
                 **request.sbatch_options,
             },
-            slurm_setup=request.setup,  # bash, before srun: sources slurm/job_env.sh
+            # Bash, before srun: it sources slurm/job_env.sh.
+            slurm_setup=request.setup,
             slurm_srun_args=[
                 "--kill-on-bad-exit=1",
-                "--open-mode=append",  # rank 0 writes into the log of the job script
+                # Rank 0 writes into the log of the job script.
+                "--open-mode=append",
             ],
         )
         # submitit pickles this object, and calls it in every process of the job.
@@ -53,7 +59,8 @@ def main() -> int:
         errors.tell(submission.preview(request))
         return 0
     job = submit(request)
-    submission.announce(request, job)  # its number, its log, and how to stop it
+    # Its number, its log, and how to stop it.
+    submission.announce(request, job)
     return follow(job) if own_options.wait else 0
 
 

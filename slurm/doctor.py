@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    if sys.version_info < (3, 10):  # noqa: UP036  what a login node has by itself may be older
+    # What a login node has by itself may be older.
+    if sys.version_info < (3, 10):  # noqa: UP036
         version = sys.version.split()[0]
         sys.exit(f"error: the doctor needs Python 3.10 or newer, and {sys.executable} is {version}.")
-    os.chdir(Path(__file__).resolve().parents[1])  # `-m` looks there first, before any other trainkit
+    # `-m` looks in the current folder first, before it finds any other trainkit.
+    os.chdir(Path(__file__).resolve().parents[1])
     os.execv(sys.executable, [sys.executable, "-m", "trainkit.doctor.cli", *sys.argv[1:]])

@@ -49,83 +49,138 @@ in for them, one thread each.
 A sweep ends with how many GPUs to ask for (results/how_many_gpus.py)."""
 
 
-# The options that a sweep of plain scripts accepts.
-SHARED = {
-    "plain", "gpus", "repeats", "max_jobs", "gpus_per_node", "cpus_per_gpu", "partition", "time", "local",
-    "dry_run", "out",
-}  # fmt: skip
+# The options that a sweep of plain scripts has, too.
+OPTIONS_OF_PLAIN_SWEEPS = {
+    "plain",
+    "gpus",
+    "repeats",
+    "max_jobs",
+    "gpus_per_node",
+    "cpus_per_gpu",
+    "partition",
+    "time",
+    "local",
+    "dry_run",
+    "out",
+}
 
 
 def main() -> int:
-    own, arguments = _parse()
+    own_options, arguments = _parse()
     site = read_site()
-    loaders = _loaders(own)
-    stages = tuple(STAGES[name] for name in own.stages)
-    if script := own.script or own.plain:
-        stages = (STAGES["ddp"].with_script(script, plain=bool(own.plain)),)
+    loaders = _loaders(own_options)
+    script = own_options.script or own_options.plain
+    is_plain = bool(own_options.plain)
+    if script:
+        stages = (STAGES["ddp"].with_script(script, plain=is_plain),)
+    else:
+        stages = tuple(STAGES[name] for name in own_options.stages)
     opts = submission.read_options(stages[0], arguments, site)
     if not script:
-        staging.check(opts.dataset, opts.data_dir)  # once for all runs, as all of them need it
-    why_here = submission.why_local(own.local)
-    folder = own.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
-    asked = sweep.Sweep(
-        folder.absolute(),
-        tuple(arguments),
-        opts,
-        site,
-        own.time or site.minutes or submission.DEFAULT_MINUTES,
-        why_here,
-        local.gpus_here() if why_here and not opts.no_cuda else 0,
-        own.cpus_per_gpu,
-        own.partition,
-        bool(own.plain),
+        # Once for all runs, as all of them need it.
+        staging.check(opts.dataset, opts.data_dir)
+    why_here = submission.why_local(own_options.local)
+    folder = own_options.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
+    planned_sweep = sweep.Sweep(
+        folder=folder.absolute(),
+        arguments=tuple(arguments),
+        opts=opts,
+        site=site,
+        minutes=own_options.time or site.minutes or submission.DEFAULT_MINUTES,
+        why_here=why_here,
+        gpus_here=local.gpus_here() if why_here and not opts.no_cuda else 0,
+        cpus_per_gpu=own_options.cpus_per_gpu,
+        partition=own_options.partition,
+        plain=is_plain,
     )
-    runs, left_out = asked.planned(
-        sweep.Grid(
-            stages,
-            own.gpus,
-            own.batch_size,
-            loaders,
-            own.train_size,
-            own.repeats,
-            own.scaling,
-            own.gpus_per_node,
-        )
+    grid = sweep.Grid(
+        stages=stages,
+        gpus=own_options.gpus,
+        batch_sizes=own_options.batch_size,
+        num_workers=loaders,
+        train_sizes=own_options.train_size,
+        repeats=own_options.repeats,
+        scaling=own_options.scaling,
+        gpus_per_node=own_options.gpus_per_node,
     )
+    runs, left_out = planned_sweep.planned(grid)
     for reason, count in left_out.items():
         tell(f"left out ({count}): {reason}")
-    if own.dry_run:
-        width = max(len(run.name) for run in runs)
-        for run in runs:
-            state = "finished" if asked.finished(run.name) else "to run"
-            tell(f"{run.name:{width}}  {state:8}  {run.shape}")
-        sweep.print_plan(asked, runs)
+    if own_options.dry_run:
+        _print_runs(planned_sweep, runs)
         return 0
     if why_here:
         tell(f"{why_here}: one run at a time, as processes of this machine")
-    constraints = Constraints(
-        own.target,
-        deadline_s=own.deadline and 60 * own.deadline,
-        budget_hours=own.budget,
-        min_efficiency=own.min_efficiency / 100,
-        gpus_per_node=own.gpus_per_node or max(own.gpus),
+    with planned_sweep.claim(stages[0].script if script else None):
+        return sweep.run(
+            planned_sweep,
+            runs,
+            own_options.max_jobs,
+            constraints=None if is_plain else _constraints(own_options),
+        )
+
+
+def _print_runs(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> None:
+    width = max(len(run.name) for run in runs)
+    for run in runs:
+        state = "finished" if planned_sweep.finished(run.name) else "to run"
+        tell(f"{run.name:{width}}  {state:8}  {run.shape}")
+    sweep.print_plan(planned_sweep, runs)
+
+
+def _constraints(own_options: argparse.Namespace) -> Constraints:
+    """Return what the training that the user plans is to keep to."""
+    return Constraints(
+        own_options.target,
+        deadline_s=own_options.deadline and 60 * own_options.deadline,
+        budget_hours=own_options.budget,
+        min_efficiency=own_options.min_efficiency / 100,
+        gpus_per_node=own_options.gpus_per_node or max(own_options.gpus),
     )
-    with asked.claim(stages[0].script if script else None):
-        return sweep.run(asked, runs, own.max_jobs, constraints=None if own.plain else constraints)
 
 
-def _loaders(own: argparse.Namespace) -> tuple[int | None, ...]:
-    """Return the numbers of loader workers, with None for the resident loader."""
-    loaders = own.loader or ("workers" if own.num_workers else "resident",)
-    if own.num_workers and "workers" not in loaders:
+def _loaders(own_options: argparse.Namespace) -> tuple[int | None, ...]:
+    """Return the numbers of loader workers, with None for the resident loader.
+
+    Raises:
+        UserError: for numbers of workers without the loader that has some.
+    """
+    loaders = own_options.loader
+    if loaders is None:
+        loaders = ("workers",) if own_options.num_workers else ("resident",)
+    if own_options.num_workers and "workers" not in loaders:
         raise UserError("--num-workers needs --loader workers: add that, or leave it out.")
-    of_each = {"resident": (None,), "workers": own.num_workers or (0,)}
-    return tuple(number for loader in loaders for number in of_each[loader])
+    numbers: list[int | None] = []
+    for loader in loaders:
+        if loader == "resident":
+            numbers.append(None)
+        else:
+            numbers += own_options.num_workers or (0,)
+    return tuple(numbers)
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
-    """Return the sweep's own options, and the options for every run."""
+    """Return the sweep's own options, and the arguments of every run."""
     parser = Parser(description=__doc__, epilog=NOTES)
+    _add_lists(parser)
+    _add_constraints(parser)
+    _add_jobs(parser)
+    parser.add_argument(
+        "--epochs",
+        default=str(sweep.EPOCHS),
+        metavar="N",
+        help=f"of every run (default: {sweep.EPOCHS}, the first to warm up)",
+    )
+    own_words, for_training = submission.split(sys.argv[1:])
+    own_options, unknown = parser.parse_known_args(own_words)
+    if own_options.plain:
+        _refuse_for_plain(parser, own_options, unknown)
+        return own_options, for_training
+    return own_options, ["--epochs", own_options.epochs, *unknown, *for_training]
+
+
+def _add_lists(parser: Parser) -> None:
+    """Add the lists of which every combination is run."""
     numbers = list_of(at_least(1))
     matrix = parser.add_argument_group("the lists")
     trainings = matrix.add_mutually_exclusive_group()
@@ -137,14 +192,18 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         help="of single, dp and ddp (default: all)",
     )
     trainings.add_argument(
-        "--script", metavar="FILE.py", type=given,
+        "--script",
+        metavar="FILE.py",
+        type=given,
         help="your own training instead, one process per GPU as in ddp",
-    )  # fmt: skip
+    )
     trainings.add_argument(
-        "--plain", metavar="FILE.py", type=given,
+        "--plain",
+        metavar="FILE.py",
+        type=given,
         help="a script that does not use the kit, on each of --gpus; after it come its own arguments "
         "(YOUR_TRAINING.md)",
-    )  # fmt: skip
+    )
     matrix.add_argument(
         "--gpus", type=numbers, default=(1, 2), metavar="LIST", help="GPUs of a run (default: 1,2)"
     )
@@ -184,6 +243,10 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help="of each, with another seed (default: 1)",
     )
+
+
+def _add_constraints(parser: Parser) -> None:
+    """Add what the answer to how many GPUs to ask for is to keep to."""
     answer = parser.add_argument_group("how many GPUs to ask for")
     wishes = "of the training that you plan: "
     answer.add_argument(
@@ -200,6 +263,10 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         metavar="PERCENT",
         help=f"{wishes}its efficiency (default: 70)",
     )
+
+
+def _add_jobs(parser: Parser) -> None:
+    """Add how the runs are sent as jobs."""
     jobs = parser.add_argument_group("jobs")
     jobs.add_argument(
         "--max-jobs", type=at_least(1), default=4, metavar="N", help="in Slurm at a time (default: 4)"
@@ -229,23 +296,22 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         metavar="DIR",
         help="folder of the sweep (default: a new one in results/sweeps/)",
     )
-    parser.add_argument(
-        "--epochs",
-        default=str(sweep.EPOCHS),
-        metavar="N",
-        help=f"of every run (default: {sweep.EPOCHS}, the first to warm up)",
-    )
-    mine, theirs = submission.split(sys.argv[1:])
-    own, unknown = parser.parse_known_args(mine)
-    if not own.plain:
-        return own, ["--epochs", own.epochs, *unknown, *theirs]
-    of_ours = vars(own).keys() - SHARED
-    if wrong := unknown + [
-        name for name in sorted(of_ours) if getattr(own, name) != parser.get_default(name)
-    ]:
-        option = "--" + wrong[0].removeprefix("--").replace("_", "-")
-        parser.error(f"{option} is not for plain scripts: put the arguments of {own.plain} after its name")
-    return own, theirs
+
+
+def _refuse_for_plain(parser: Parser, own_options: argparse.Namespace, unknown: list[str]) -> None:
+    """Refuse options that mean nothing to a script that does not use the kit.
+
+    Raises:
+        UserError: for the first of them.
+    """
+    misplaced = [*unknown]
+    for name in sorted(vars(own_options).keys() - OPTIONS_OF_PLAIN_SWEEPS):
+        if getattr(own_options, name) != parser.get_default(name):
+            misplaced.append(name)
+    if misplaced:
+        option = "--" + misplaced[0].removeprefix("--").replace("_", "-")
+        script = own_options.plain
+        parser.error(f"{option} is not for plain scripts: put the arguments of {script} after its name")
 
 
 if __name__ == "__main__":

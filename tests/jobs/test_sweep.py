@@ -257,7 +257,7 @@ def test_a_sweep_of_an_own_script(checkout: SweepCheckout) -> None:
 def test_a_file_system_without_locks(checkout: SweepCheckout) -> None:
     checkout.pretend()
     lack = "import fcntl; fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError(37, 'No locks available'))"
-    checkout.insert("slurm/sweep.py", lack, before="own, arguments = _parse()")
+    checkout.insert("slurm/sweep.py", lack, before="own_options, arguments = _parse()")
     arguments = ("--stages", "single", "--gpus", 1, "--dataset", "synthetic", "--no-cuda")
     done = succeeded(checkout.start_sweep("--local", *arguments))
     assert "[1/1] single-1gpu-batch256-r1 finished" in done.stdout
