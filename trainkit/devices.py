@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from trainkit.distributed.launchers import Place
+from trainkit.distributed.launchers import Place, launcher_of
 from trainkit.errors import UserError, first_line
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # by which the ranks communicate
@@ -49,8 +49,8 @@ def choose_device(here: Place, use_cuda: bool) -> torch.device:
     visible = usable_gpus() if use_cuda else []
     if not visible:
         keep_freed_memory()
-        if here.launcher == "torchrun" or os.environ.get("SUBMITIT_EXECUTOR") == "local":
-            # Bind it to its own cores, as srun does; these launchers give it every core.
+        if not launcher_of().binds_cores():
+            # Bind it to its own cores, as srun does; this launcher gives it every core.
             cores = sorted(os.sched_getaffinity(0))
             share = len(cores) // here.local_size
             if own := cores[here.local_rank * share :][:share]:

@@ -115,33 +115,15 @@ def test_an_environment_that_contradicts_itself(
     assert sentence in one_error(script("ddp", "--results-dir", tmp_path, env=environment))
 
 
-@pytest.mark.parametrize("stage", ["single", "dp", "ddp"])
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
-        {"PMI_SIZE": "2", "PMI_RANK": "1"},
-        # In an allocation: srun has started one helper of mpirun on each node.
-        {"PMI_SIZE": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-    ],
-    ids=["Open MPI", "MPICH", "within an allocation"],
-)
-def test_mpirun_would_train_several_times(
-    stage: str, environment: dict, tmp_path: Path, script: Script
-) -> None:
-    done = script(stage, "--results-dir", tmp_path, env=environment)
-    assert re.search("mpirun has started 2 processes.* torchrun", one_error(done))
-    assert not list(tmp_path.rglob("*.csv"))
-
-
 @pytest.mark.parametrize("stage", ["single", "dp"])
 @pytest.mark.parametrize(
     "environment",
     [
         {"SLURM_JOB_NUM_NODES": "2"},
         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
     ],
-    ids=["two nodes", "two processes"],
+    ids=["two nodes", "two processes", "mpirun"],
 )
 def test_one_process_stages_refuse_more(
     stage: str, environment: dict, tmp_path: Path, script: Script

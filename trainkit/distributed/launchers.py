@@ -1,4 +1,8 @@
-"""Which rank this process is, by the environment variables that its launcher sets."""
+"""Who this process is among all processes of the training, as its launcher tells it.
+
+Each launcher has its own environment variables, and a class here that reads them. The first class in
+LAUNCHERS that detects its launcher counts. A new launcher is one more class in that list.
+"""
 
 import os
 import random
@@ -7,10 +11,22 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+PORTS = range(10_000, 30_000)  # below those that Linux gives to programs that ask for any port (32768 and up)
+LARGEST_NUMBER = 2**31 - 1  # of ranks, and of whatever else a launcher counts; PyTorch holds it in an int
+
+# The job scripts set it within the site's container (slurm/job_env.sh).
+STARTED_BY = "TRAINKIT_STARTED_BY"
+
+# What torchrun and mpirun set for their processes, and these leave to others; as in slurm/job_env.sh.
+LEFT_BY_LAUNCHERS = re.compile(
+    "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|(TORCHELASTIC|PET|OMPI_COMM|PMI)_.*"
+    "|PMIX_(RANK|NAMESPACE)"
+)
 
 
 @dataclass(frozen=True)
@@ -22,111 +38,468 @@ class Place:
     size: int = 1  # the number of processes, or world size
     local_size: int = 1  # the number of them on this node
     nodes: int = 1
-    launcher: str = "python"  # or one of LAUNCHERS
+    launcher: str = "python"  # the name of one of LAUNCHERS
     device: "torch.device | None" = None  # before it is chosen
 
 
-# The launchers that set RANK, LOCAL_RANK and WORLD_SIZE, and the variable that identifies each; the first
-# that is set counts. submitit's processes set the three themselves (trainkit/jobs/training.py).
-LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "submitit": "SUBMITIT_EXECUTOR", "srun": "SLURM_STEP_ID"}
-OF_PYTORCH = "RANK", "LOCAL_RANK", "WORLD_SIZE"
-# Inside an srun step. The batch script has the first two as well, and there they are 0.
-OF_STEP = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
-STARTED_BY = "TRAINKIT_STARTED_BY"  # set by slurm/job_env.sh, within the site's container
-NODES = "GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"
-# What torchrun and mpirun set for their processes, and these leave to others; as in slurm/job_env.sh.
-LEFT_BY_LAUNCHERS = re.compile(
-    "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|(TORCHELASTIC|PET|OMPI_COMM|PMI)_.*"
-    "|PMIX_(RANK|NAMESPACE)"
+class Address(NamedTuple):
+    """Where rank 0 waits for the others."""
+
+    host: str
+    port: str
+
+
+class Launcher:
+    """What has started a process, and tells it who it is.
+
+    The methods raise a ValueError, whose text says what to do, if the launcher's variables are not there or
+    are no numbers.
+
+    Args:
+        environ: the environment variables of the process.
+    """
+
+    name: str  # in the column `launcher` of a record
+    rank_variables: tuple[str, ...]  # the first that is set holds the rank
+    opens_store = False  # whether the launcher itself, and not rank 0, opens the store where the ranks meet
+    tells_num_nodes = True  # else process_group.py counts the nodes when the ranks have met
+    # What to do if the ranks cannot meet by its variables.
+    how_to_meet = (
+        "start with torchrun, or give each process its own RANK, from 0 to WORLD_SIZE - 1, and all of them "
+        "MASTER_ADDR and MASTER_PORT (the first node's name, and a free port)"
+    )
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Return whether this launcher has started the process with these environment variables."""
+        raise NotImplementedError
+
+    def rank(self) -> int:
+        """Return the rank of this process over all nodes, from 0."""
+        raise NotImplementedError
+
+    def local_rank(self) -> int:
+        """Return the rank of this process among those of its node, from 0."""
+        raise NotImplementedError
+
+    def world_size(self) -> int:
+        """Return the number of processes on all nodes."""
+        raise NotImplementedError
+
+    def local_world_size(self) -> int:
+        """Return the number of processes on this node."""
+        raise NotImplementedError
+
+    def num_nodes(self) -> int:
+        """Return the number of nodes, or, without `tells_num_nodes`, how many there are at least."""
+        raise NotImplementedError
+
+    def main_address(self) -> Address | None:
+        """Return where rank 0 waits for the others: MASTER_ADDR and MASTER_PORT; None if one is not set."""
+        host = self.environ.get("MASTER_ADDR")
+        port = self.environ.get("MASTER_PORT")
+        if host is None or port is None:
+            return None
+        return Address(host, port)
+
+    def training_id(self) -> str:
+        """Return words that only the processes of this training have; "" if the launcher has none."""
+        return ""
+
+    def binds_cores(self) -> bool:
+        """Return whether the launcher has given each process of a node cores of its own."""
+        return True
+
+    def number(self, variable: str, smallest: int, default: int | None = None) -> int:
+        """Return the number in an environment variable.
+
+        Raises:
+            ValueError: if it is no whole number from `smallest` on; its text says what to do.
+        """
+        text = self.environ.get(variable, default)
+        try:
+            number = int(text)
+        except (TypeError, ValueError):
+            number = smallest - 1
+        if not smallest <= number <= LARGEST_NUMBER:
+            raise ValueError(
+                f"{variable} is {text!r}, not a whole number from {smallest} on: start the processes with "
+                "torchrun or srun, which set it, or unset RANK, WORLD_SIZE and LOCAL_RANK for one process."
+            )
+        return number
+
+
+class ByHand(Launcher):
+    """Whoever sets RANK, LOCAL_RANK and WORLD_SIZE; on several nodes also LOCAL_WORLD_SIZE, GROUP_WORLD_SIZE.
+
+    Their meaning is that of torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html
+    """
+
+    name = "env"
+    rank_variables = ("RANK",)
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Return whether one of the three is set; that the others are missing is told later."""
+        return any(variable in environ for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+    def rank(self) -> int:
+        """Return RANK."""
+        return self.number("RANK", smallest=0)
+
+    def local_rank(self) -> int:
+        """Return LOCAL_RANK."""
+        return self.number("LOCAL_RANK", smallest=0)
+
+    def world_size(self) -> int:
+        """Return WORLD_SIZE."""
+        return self.number("WORLD_SIZE", smallest=1)
+
+    def num_nodes(self) -> int:
+        """Return GROUP_WORLD_SIZE, or the number of nodes of the srun step that this process is in, or 1."""
+        if self.environ.get("GROUP_WORLD_SIZE"):
+            return self.number("GROUP_WORLD_SIZE", smallest=1)
+        return self.number("SLURM_STEP_NUM_NODES", smallest=1, default=1)
+
+    def local_world_size(self) -> int:
+        """Return LOCAL_WORLD_SIZE, or else what Slurm tells, or the same number on each node."""
+        told_by_slurm = local_world_size_of_step(self.environ, self.world_size(), self.num_nodes())
+        return self.number("LOCAL_WORLD_SIZE", smallest=1, default=told_by_slurm)
+
+
+class TorchElastic(ByHand):
+    """PyTorch's torchrun."""
+
+    name = "torchrun"
+    opens_store = True
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Return whether torchrun has set RANK."""
+        return super().detect(environ) and "TORCHELASTIC_RUN_ID" in environ
+
+    def training_id(self) -> str:
+        """Return torchrun's name of this training: that of --rdzv-id, or a random one with --standalone."""
+        return f"torchrun {self.environ['TORCHELASTIC_RUN_ID']}"
+
+    def binds_cores(self) -> bool:
+        """Return False: torchrun gives every core to every rank."""
+        return False
+
+
+class Submitit(ByHand):
+    """submitit, whose processes set RANK and the others themselves (trainkit/jobs/training.py)."""
+
+    name = "submitit"
+    rank_variables = ("RANK", "SUBMITIT_LOCAL_GLOBALID")  # the second before the process sets the first
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Return whether this process of submitit has set RANK."""
+        return super().detect(environ) and "SUBMITIT_EXECUTOR" in environ
+
+    def training_id(self) -> str:
+        """Return the Slurm job; "" without Slurm."""
+        return _slurm_job(self.environ)
+
+    def binds_cores(self) -> bool:
+        """Return whether srun has started the processes, and not submitit's own stand-in for Slurm."""
+        return self.environ["SUBMITIT_EXECUTOR"] != "local"
+
+
+class SrunByHand(ByHand):
+    """srun, with a script that sets RANK by Slurm's variables, as 03_multigpu_ddp/plain_slurm.sh does."""
+
+    name = "srun"
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Return whether RANK is set, and this process is in an srun step."""
+        return super().detect(environ) and "SLURM_STEP_ID" in environ
+
+    def training_id(self) -> str:
+        """Return the Slurm job."""
+        return _slurm_job(self.environ)
+
+
+class Srun(Launcher):
+    """Slurm's srun, with any --mpi: pmix and pmi2 set PMIX_* and PMI_* besides, with the same ranks.
+
+    Source: "OUTPUT ENVIRONMENT VARIABLES" of https://slurm.schedmd.com/srun.html
+    """
+
+    name = "srun"
+    rank_variables = ("SLURM_PROCID",)
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Return whether this is an srun step. A batch script has SLURM_PROCID as well, and there it is 0."""
+        return "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
+
+    def rank(self) -> int:
+        """Return SLURM_PROCID."""
+        return self.number("SLURM_PROCID", smallest=0)
+
+    def local_rank(self) -> int:
+        """Return SLURM_LOCALID."""
+        return self.number("SLURM_LOCALID", smallest=0)
+
+    def world_size(self) -> int:
+        """Return SLURM_STEP_NUM_TASKS."""
+        return self.number("SLURM_STEP_NUM_TASKS", smallest=1)
+
+    def num_nodes(self) -> int:
+        """Return SLURM_STEP_NUM_NODES."""
+        return self.number("SLURM_STEP_NUM_NODES", smallest=1, default=1)
+
+    def local_world_size(self) -> int:
+        """Return this node's number in SLURM_STEP_TASKS_PER_NODE."""
+        return local_world_size_of_step(self.environ, self.world_size(), self.num_nodes())
+
+    def training_id(self) -> str:
+        """Return the Slurm job."""
+        return _slurm_job(self.environ)
+
+
+class Mpirun(Launcher):
+    """mpirun, or mpiexec; the subclasses have the variables of each MPI.
+
+    MPI itself is not used: the ranks meet, and exchange gradients, as with the other launchers.
+    """
+
+    name = "mpirun"
+    tells_num_nodes = False
+    how_to_meet = (
+        "give all of them MASTER_ADDR and MASTER_PORT (the name of rank 0's node, and a free port): export "
+        "both, and with Open MPI start with mpirun -x MASTER_ADDR -x MASTER_PORT"
+    )
+    local_rank_variable: str
+    world_size_variable: str
+    local_world_size_variable: str
+
+    def rank(self) -> int:
+        """Return the rank that MPI_Comm_rank would return of MPI_COMM_WORLD."""
+        return self.number(self.rank_variables[0], smallest=0)
+
+    def local_rank(self) -> int:
+        """Return the rank among the processes of this node."""
+        return self.number(self.local_rank_variable, smallest=0)
+
+    def world_size(self) -> int:
+        """Return the size of MPI_COMM_WORLD."""
+        return self.number(self.world_size_variable, smallest=1)
+
+    def local_world_size(self) -> int:
+        """Return how many processes mpirun has started on this node."""
+        return self.number(self.local_world_size_variable, smallest=1)
+
+    def num_nodes(self) -> int:
+        """Return 1 if all processes are on this node, else 2: mpirun does not tell where the others are."""
+        return 1 if self.local_world_size() == self.world_size() else 2
+
+    def main_address(self) -> Address | None:
+        """Return MASTER_ADDR and MASTER_PORT; on one node this machine, and a port of this mpirun, will do.
+
+        Other nodes cannot know where rank 0 runs: mpirun tells it to MPI's own library only.
+        """
+        told = super().main_address()
+        if told is not None or self.num_nodes() > 1:
+            return told
+        host = self.environ.get("MASTER_ADDR", "localhost")
+        port = self.environ.get("MASTER_PORT") or self._port_of_this_mpirun()
+        return None if port is None else Address(host, port)
+
+    def training_id(self) -> str:
+        """Return PMIx's name of what this mpirun has started; MPICH has none."""
+        namespace = self.environ.get("PMIX_NAMESPACE")
+        return f"mpirun {namespace}" if namespace else ""
+
+    def _port_of_this_mpirun(self) -> str | None:
+        """Return a port by the number of the process that has started the ranks, which is the same for all.
+
+        That is the nearest ancestor that is no rank: a script between mpirun and Python has the variables of
+        the rank, too. None if a container hides the ancestors.
+        """
+        import psutil  # which a login node may not have
+
+        for ancestor in psutil.Process().parents():
+            if self.rank_variables[0] not in ancestor.environ():
+                return str(PORTS[ancestor.pid % len(PORTS)])
+        return None
+
+
+class OpenMpi(Mpirun):
+    """mpirun of Open MPI.
+
+    Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html, and Open MPI 4.1.4.
+    """
+
+    rank_variables = ("OMPI_COMM_WORLD_RANK",)
+    local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
+    world_size_variable = "OMPI_COMM_WORLD_SIZE"
+    local_world_size_variable = "OMPI_COMM_WORLD_LOCAL_SIZE"
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Return whether Open MPI's mpirun has set the number of processes."""
+        return "OMPI_COMM_WORLD_SIZE" in environ
+
+
+class Hydra(Mpirun):
+    """mpirun of MPICH and of Intel MPI, whose process manager is called Hydra.
+
+    Source: what mpirun of MPICH 4.0.2 and 5.0.2, and of Intel MPI 2021.19, sets.
+    """
+
+    rank_variables = ("PMI_RANK",)
+    local_rank_variable = "MPI_LOCALRANKID"
+    world_size_variable = "PMI_SIZE"
+    local_world_size_variable = "MPI_LOCALNRANKS"
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Return whether mpirun has set PMI_SIZE. So does `srun --mpi=pmi2`, but not the local rank.
+
+        In a job, Hydra starts a helper of its own on each node by srun, and its processes have the variables
+        of this helper.
+        """
+        return "PMI_SIZE" in environ and (cls.local_rank_variable in environ or not Srun.detect(environ))
+
+
+class SingleProcess(Launcher):
+    """No launcher: this process is the only one."""
+
+    name = "python"
+    rank_variables = ()
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Return True."""
+        return True
+
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+    def local_rank(self) -> int:
+        """Return 0."""
+        return 0
+
+    def world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def local_world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def num_nodes(self) -> int:
+        """Return 1."""
+        return 1
+
+
+# The first that detects itself counts: RANK counts before the variables that a launcher has set for a script
+# which sets RANK by them, and those of mpirun before those of the srun that has started its helpers.
+LAUNCHERS: tuple[type[Launcher], ...] = (
+    TorchElastic,
+    Submitit,
+    SrunByHand,
+    ByHand,
+    OpenMpi,
+    Hydra,
+    Srun,
+    SingleProcess,
 )
-# Also the variables with the rank, for code that sees only a process's environment.
-RANKS = "RANK", "SUBMITIT_LOCAL_GLOBALID", "SLURM_PROCID"
+
+
+def launcher_of(environ: Mapping[str, str] = os.environ) -> Launcher:
+    """Return what has started the process with these environment variables."""
+    kind = next(kind for kind in LAUNCHERS if kind.detect(environ))
+    return kind(environ)
+
+
+def rank_of(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the rank from these variables, even if the others are missing; None if none has it."""
+    for kind in LAUNCHERS:
+        for variable in kind.rank_variables:
+            if environ.get(variable):
+                return environ[variable]
+    return None
 
 
 def read() -> Place:
     """Return the place of this process; without a launcher's variables it is the only one.
 
+    Sets MASTER_ADDR and MASTER_PORT, where PyTorch looks for them, if the launcher leaves that to its ranks.
+
     Raises:
         ValueError: if the variables contradict each other; its text says what to do.
     """
     launcher = launcher_of(os.environ)
-    if (processes := _started_by_mpirun()) > 1:
-        raise ValueError(
-            f"mpirun has started {processes} processes, and each would train by itself: use torchrun "
-            f"--nproc-per-node={processes}, or srun as the job scripts of 03_multigpu_ddp do, or leave "
-            "out mpirun for one process."
-        )
-    if launcher == "python" and os.environ.get(STARTED_BY) == "srun":
+    if isinstance(launcher, SingleProcess) and os.environ.get(STARTED_BY) == "srun":
         raise ValueError(
             "srun has started this process, but the container does not pass on the variables of Slurm, such "
             "as SLURM_PROCID: correct SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh."
         )
-    if launcher == "python":
-        return Place()
-    of_rank, of_local_rank, of_size = OF_PYTORCH if {*OF_PYTORCH} & os.environ.keys() else OF_STEP
-    size, nodes = _number(of_size, 1), _number(next(filter(os.environ.get, NODES), NODES[-1]), 1, 1)
-    rank, local_rank = _number(of_rank, 0), _number(of_local_rank, 0)
-    if rank >= size or nodes > size or (size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
+    place = Place(
+        size=launcher.world_size(),
+        rank=launcher.rank(),
+        local_rank=launcher.local_rank(),
+        local_size=launcher.local_world_size(),
+        nodes=launcher.num_nodes(),
+        launcher=launcher.name,
+    )
+    address = launcher.main_address()
+    contradicts_itself = place.rank >= place.size or place.nodes > place.size
+    if contradicts_itself or (place.size > 1 and address is None):
         raise ValueError(
-            f"rank {rank} of {size} on {nodes} node(s) cannot meet the others: start with torchrun, or give "
-            "each process its own RANK, from 0 to WORLD_SIZE - 1, and all of them MASTER_ADDR and "
-            "MASTER_PORT (the first node's name, and a free port)."
+            f"rank {place.rank} of {place.size} on {place.nodes} node(s) cannot meet the others: "
+            f"{launcher.how_to_meet}."
         )
-    local_size = _number("LOCAL_WORLD_SIZE", 1, size_here(size, nodes))
-    return Place(rank, local_rank, size, local_size, nodes, launcher)
+    if place.size > 1:
+        os.environ["MASTER_ADDR"] = address.host
+        os.environ["MASTER_PORT"] = address.port
+    return place
 
 
-def size_here(size: int, nodes: int) -> int:
-    """Return how many of the `size` processes are on this node: as srun tells, or the same number on each.
+def local_world_size_of_step(environ: Mapping[str, str], world_size: int, num_nodes: int) -> int:
+    """Return how many of the processes are on this node: as srun tells, or the same number on each.
 
     SLURM_STEP_TASKS_PER_NODE, such as "2(x3),1", is of the step that this process is in. If that has another
     number of processes, something else has started these.
     """
-    entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    of_nodes = [int(tasks) for tasks, times in entries for _ in range(int(times or 1))]
-    node = os.environ.get("SLURM_NODEID", "")
-    if sum(of_nodes) == size and node.isdecimal() and int(node) < len(of_nodes):
-        return of_nodes[int(node)]
-    return max(size // nodes, 1)
+    entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks_of_nodes = []
+    for tasks, repeats in entries:
+        tasks_of_nodes += [int(tasks)] * int(repeats or 1)
+    node_number = environ.get("SLURM_NODEID", "")
+    told = sum(tasks_of_nodes) == world_size and node_number.isdecimal()
+    if told and int(node_number) < len(tasks_of_nodes):
+        return tasks_of_nodes[int(node_number)]
+    return max(world_size // num_nodes, 1)
 
 
-def launcher_of(env: Mapping[str, str]) -> str:
-    """Return what started a process with these variables: one of LAUNCHERS, "env" by hand, or "python"."""
-    if {*OF_PYTORCH} & env.keys():
-        return next((name for name, mark in LAUNCHERS.items() if mark in env), "env")
-    return "srun" if {OF_STEP[0], OF_STEP[2]} <= env.keys() else "python"
-
-
-def _started_by_mpirun() -> int:
-    """Return how many processes mpirun has started, of which this is one; 0 if each has its RANK.
-
-    OMPI_COMM_WORLD_SIZE is Open MPI's. PMI_SIZE is that of MPICH, Intel MPI and others, but also of srun with
-    some of its --mpi.
-    """
-    if {*OF_PYTORCH} & os.environ.keys():
-        return 0
-    size = os.environ.get("OMPI_COMM_WORLD_SIZE")
-    if size is None and os.environ.get("PMI_SIZE") != os.environ.get(OF_STEP[2]):
-        size = os.environ.get("PMI_SIZE")
-    return int(size) if size and size.isdecimal() else 0
-
-
-def rank_of(env: Mapping[str, str] = os.environ) -> str | None:
-    """Return the rank from these variables, even if the others are missing; None if none has it."""
-    return next(filter(None, map(env.get, RANKS)), None)
-
-
-def job_id() -> str:
+def job_id(environ: Mapping[str, str] = os.environ) -> str:
     """Return the number of the Slurm job that this process runs in, on one of its nodes; "" if in none.
 
     The shell of salloc has the number, too, and is on the login node.
     """
-    return os.environ.get("SLURM_JOB_ID", "") if "SLURM_PROCID" in os.environ else ""
+    return environ.get("SLURM_JOB_ID", "") if "SLURM_PROCID" in environ else ""
+
+
+def _slurm_job(environ: Mapping[str, str]) -> str:
+    """Return words for the job by which its ranks know each other; "" if this process is in none."""
+    number = job_id(environ)
+    return f"job {number}" if number else ""
 
 
 def node_list() -> str:
     """Return the nodes of all processes, in Slurm's words, if srun has started them; else this one's."""
-    return (job_id() and os.environ.get("SLURM_STEP_NODELIST")) or node()
+    in_step = job_id() and os.environ.get("SLURM_STEP_NODELIST")
+    return in_step or node()
 
 
 def node() -> str:
@@ -135,23 +508,9 @@ def node() -> str:
 
 
 def free_port() -> int:
-    """Return a free port to meet at, below those that the system assigns itself (32768 and up)."""
+    """Return a free port to meet at, of PORTS."""
     while True:
-        port = random.randrange(10_000, 30_000)
+        port = random.choice(PORTS)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
-
-
-def _number(name: str, smallest: int, default: int | None = None) -> int:
-    text = os.environ.get(name, default)
-    try:
-        number = int(text)
-    except (TypeError, ValueError):
-        number = smallest - 1
-    if not smallest <= number < 2**31:
-        raise ValueError(
-            f"{name} is {text!r}, not a whole number from {smallest} on: start the processes with torchrun "
-            "or srun, which set it, or unset RANK, WORLD_SIZE and LOCAL_RANK for one process."
-        )
-    return number

@@ -62,6 +62,9 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
     # A rank logs where it is twice before the others give up on it.
     here = _with_device(_place(), use_cuda, debug_dir, every=timeout / 2)
     _meet(here, timedelta(seconds=timeout))
+    if not place.launcher_of().tells_num_nodes:
+        nodes = gather(place.node())
+        here = replace(here, nodes=len({*nodes}), local_size=nodes.count(place.node()))
     return _settled(here, debug_dir)
 
 
@@ -188,7 +191,7 @@ def _refuse_foreign(store: dist.Store, here: Place, timeout: timedelta) -> None:
     try:
         store.wait(["training"], timeout)
     except RuntimeError:
-        if here.launcher == "torchrun":  # which has opened the store itself
+        if place.launcher_of().opens_store:
             cause = meeting.missing([0])
         else:
             cause = meeting.foreign(own=own, other="one that does not use trainkit")
@@ -205,13 +208,8 @@ def _roll_key(rank: int) -> str:
 
 def _training(here: Place) -> str:
     """Return words by which the ranks of one training know each other; they are the same on all of them."""
-    processes = f"{here.size} processes"
-    if here.launcher == "torchrun":
-        return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']}, {processes}"
-    # Ranks that somebody has started by hand may be in jobs of their own.
-    if here.launcher in ("srun", "submitit") and place.job_id():
-        return f"job {place.job_id()}, {processes}"
-    return processes
+    words = [place.launcher_of().training_id(), f"{here.size} processes"]
+    return ", ".join(filter(None, words))
 
 
 def _refuse_shared_card(store: dist.Store, here: Place, own_card: str) -> None:

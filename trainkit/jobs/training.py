@@ -47,7 +47,9 @@ class Training:
         os.environ["RANK"] = str(job.global_rank)
         os.environ["WORLD_SIZE"] = str(job.num_tasks)
         os.environ["LOCAL_RANK"] = str(job.local_rank)
-        os.environ["LOCAL_WORLD_SIZE"] = str(place.size_here(job.num_tasks, job.num_nodes))
+        os.environ["LOCAL_WORLD_SIZE"] = str(
+            place.local_world_size_of_step(os.environ, job.num_tasks, job.num_nodes)
+        )
         os.environ["GROUP_WORLD_SIZE"] = str(job.num_nodes)
         on_this_machine = job.cluster == "local"
         if on_this_machine:

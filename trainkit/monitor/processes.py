@@ -257,7 +257,7 @@ def _caught_signals(pid: int) -> set[int]:
 def _rank(variables: list[str]) -> tuple[int, bool]:
     """Return the rank of a process with these variables, and whether torchrun started it."""
     env = dict(variable.split("=", 1) for variable in variables if "=" in variable)
-    return int(place.rank_of(env) or 0), place.launcher_of(env) == "torchrun"
+    return int(place.rank_of(env) or 0), place.launcher_of(env).name == "torchrun"
 
 
 def _network_bytes() -> int:

@@ -1,0 +1,144 @@
+"""What each launcher tells a process. train/test_mpirun.py and the tests of jobs start real ones."""
+
+import os
+
+import pytest
+
+from trainkit.distributed import launchers
+from trainkit.distributed.launchers import Place
+
+MEET = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
+
+# The variables of the last of three ranks, which is alone on the second of two nodes, as each launcher sets
+# them; where it is said, by a release that was started for this.
+UNEVEN = {
+    # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    "torchrun": {
+        "RANK": "2",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "none",
+        # Within an srun step that has one task on each node, the torchruns.
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_NODEID": "1",
+    },
+    # https://slurm.schedmd.com/srun.html
+    "srun": {
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1",
+        "SLURM_NODEID": "1",
+    },
+    # Open MPI 5.0.11. Its number of nodes is nowhere in the environment.
+    "mpirun of Open MPI": {
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "3",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "PMIX_RANK": "2",
+        "PMIX_NAMESPACE": "prterun-vm-21183@1",
+        # mpirun in a batch script.
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+    },
+    # MPICH 5.0.2.
+    "mpirun of MPICH": {
+        "PMI_RANK": "2",
+        "PMI_SIZE": "3",
+        "PMI_FD": "12",
+        "PMI_HOSTNAME": "node-b",
+        "MPI_LOCALRANKID": "0",
+        "MPI_LOCALNRANKS": "1",
+        # In a job, where srun starts one helper of mpirun on each node.
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_NODEID": "1",
+    },
+    "by hand": {
+        "RANK": "2",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": "2",
+    },
+}
+UNEVEN["srun --mpi=pmix"] = UNEVEN["srun"] | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.7.0"}
+UNEVEN["srun --mpi=pmi2"] = UNEVEN["srun"] | {"PMI_RANK": "2", "PMI_SIZE": "3", "PMI_JOBID": "7.0"}
+UNEVEN["srun, and a script that sets RANK"] = UNEVEN["srun"] | {
+    "RANK": "2",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "3",
+}
+UNEVEN["submitit"] = UNEVEN["srun, and a script that sets RANK"] | {"SUBMITIT_EXECUTOR": "slurm"}
+NAMES = {"by hand": "env"}  # those that a record has; else the first word of what is above
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Sets variables where no launcher has set any."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "MASTER_", "SUBMITIT_")) or launchers.LEFT_BY_LAUNCHERS.fullmatch(name):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("what", UNEVEN)
+def test_three_ranks_on_two_nodes(what: str, only: pytest.MonkeyPatch) -> None:
+    for name, value in (UNEVEN[what] | MEET).items():
+        only.setenv(name, value)
+    name = NAMES.get(what, what.split()[0].strip(","))
+    expected = Place(rank=2, local_rank=0, size=3, local_size=1, nodes=2, launcher=name)
+    assert launchers.read() == expected
+    assert launchers.rank_of() == "2"
+
+
+@pytest.mark.parametrize("what", UNEVEN)
+def test_ranks_that_do_not_know_where_to_meet(what: str, only: pytest.MonkeyPatch) -> None:
+    for name, value in UNEVEN[what].items():
+        only.setenv(name, value)
+    with pytest.raises(
+        ValueError, match=r"rank 2 of 3 on 2 node\(s\) cannot meet.* MASTER_ADDR and MASTER_PORT"
+    ):
+        launchers.read()
+
+
+def test_one_process(only: pytest.MonkeyPatch) -> None:
+    """Also in a batch script, which has the variables of no step."""
+    assert launchers.read() == Place()
+    only.setenv("SLURM_PROCID", "0")
+    only.setenv("SLURM_JOB_ID", "7")
+    assert launchers.read() == Place()
+    assert "MASTER_ADDR" not in os.environ
+
+
+def test_two_mpiruns_have_a_port_each_and_leave_one_that_was_chosen(only: pytest.MonkeyPatch) -> None:
+    """The port is by the number of the process that has started the ranks: here pytest's parent."""
+    environ = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    address = launchers.launcher_of(environ).main_address()
+    assert address == ("localhost", str(launchers.PORTS[os.getppid() % len(launchers.PORTS)]))
+    chosen = launchers.launcher_of(environ | {"MASTER_PORT": "12345"}).main_address()
+    assert chosen == ("localhost", "12345")
+
+
+def test_a_variable_that_is_missing_is_named(only: pytest.MonkeyPatch) -> None:
+    """PMI_SIZE is also set by what is neither MPICH nor Intel MPI, and each process would train by itself."""
+    only.setenv("PMI_SIZE", "2")
+    only.setenv("PMI_RANK", "1")
+    with pytest.raises(ValueError, match="MPI_LOCALRANKID is None"):
+        launchers.read()
