@@ -17,7 +17,7 @@ from forking import Forking
 
 from trainkit.advice.answer import AnswerText
 from trainkit.compare import comparison
-from trainkit.compare.summary import verdict
+from trainkit.compare.report import verdict
 from trainkit.record import records
 
 PLAIN = REPOSITORY / "01_singlegpu" / "plain.py"

@@ -11,7 +11,7 @@ import pandas as pd
 from trainkit.advice.advice import AS_GOOD, SURE, Answer, NextRun, Option, advise, all_reduces, interval, sets
 from trainkit.advice.constraints import Constraints
 from trainkit.advice.scaling import Scaling
-from trainkit.compare import comparison, trust
+from trainkit.compare import comparison, doubts
 from trainkit.errors import UserError
 from trainkit.record.columns import (
     COLUMNS,
@@ -59,7 +59,7 @@ def _what_cannot_be_right(answer: Answer) -> tuple[str, int]:
         ), shape.devices
     measured = [option.efficiency for option in answer.options if option.shape.devices > 1 and option.runs]
     known = [np.median(efficiency) for efficiency in measured if np.isfinite(efficiency).all()]
-    if known and min(known) > trust.MOST_EFFICIENCY:
+    if known and min(known) > doubts.MOST_EFFICIENCY:
         return "all efficiencies are above 100 %, so the runs on one device must have been disturbed", 1
     error = model.errors[model.model]
     if error > MOST_ERROR:
@@ -160,7 +160,7 @@ class AnswerText:
             "An interval should contain the truth in 9 of 10 cases, on this machine as it was then: it does "
             "not cover another network, busy neighbours or another version of the program.",
         ]
-        doubt = trust.sentence(comparison.compare(comparison.summarize(self.rows))).strip()
+        doubt = doubts.sentence(comparison.compare(comparison.summarize(self.rows)))
         return [*lines, doubt] if doubt else lines
 
     def unknown(self) -> list[str]:

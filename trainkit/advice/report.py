@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from trainkit.advice.advice import Option, interval
 from trainkit.advice.answer import LEGEND, AnswerText, answer_for, number
 from trainkit.advice.constraints import Constraints
-from trainkit.compare import comparison, page, style
+from trainkit.compare import comparison, figures, page
 from trainkit.compare.report import report as comparison_report
 from trainkit.errors import UserError, tell
 
@@ -37,9 +37,9 @@ def report(words: AnswerText, constraints: Constraints, out: Path, notes: list[s
         tell(f"{NEXT_RUNS}, the cheapest run first:\n" + "\n".join(runs))
         tell("Then ask again, and also give results/runs, the folder that it writes to.\n")
     with page.writing_to(out):
-        figures = style.save({"how_many_cost.png": _cost(words, constraints)}, out, dpi=120)
-        page.write(out / "how_many_gpus.md", f"How many {words.units}?", _blocks(words, notes), figures)
-    tell(f"Written to {out}: {', '.join(['how_many_gpus.md', *figures])}")
+        written = figures.save({"how_many_cost.png": _cost(words, constraints)}, out, dpi=120)
+        page.write(out / "how_many_gpus.md", f"How many {words.units}?", _blocks(words, notes), written)
+    tell(f"Written to {out}: {', '.join(['how_many_gpus.md', *written])}")
 
 
 def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | None) -> int:
@@ -66,7 +66,7 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
 def _blocks(words: AnswerText, notes: list[str]) -> list[str]:
     table, marks = words.table(words.options())
     made = [words.answered(), page.markdown(table)]
-    made.append(page.listed([LEGEND, *marks, *words.unknown(), *notes]))
+    made.append(page.bullets([LEGEND, *marks, *words.unknown(), *notes]))
     made += [f"## {TRUST}", " ".join(words.trust())]
     if runs := words.next_runs():
         made.append(f"## {NEXT_RUNS}")
@@ -107,9 +107,9 @@ def _cost(words: AnswerText, constraints: Constraints) -> Figure | None:
         here = interval(best.seconds / 60)[1], interval(best.hours)[1]
         axes.plot(*here, color="black", label="recommended", **ring)
     if constraints.deadline_s:
-        axes.axvline(constraints.deadline_s / 60, linestyle="--", label="deadline", **style.THIN)
+        axes.axvline(constraints.deadline_s / 60, linestyle="--", label="deadline", **figures.THIN)
     if constraints.budget_hours:
-        axes.axhline(constraints.budget_hours, linestyle=":", label="budget", **style.THIN)
+        axes.axhline(constraints.budget_hours, linestyle=":", label="budget", **figures.THIN)
     axes.set(xlabel=f"minutes ({words.answer.goal})", ylabel=words.hours, xlim=(0, None), ylim=(0, None))
     axes.legend(fontsize=8, title="filled: measured, empty: predicted", title_fontsize=8)
     return figure
@@ -117,7 +117,7 @@ def _cost(words: AnswerText, constraints: Constraints) -> Figure | None:
 
 def _plot_options(axes: Axes, group: int, name: str, options: list[Option]) -> None:
     """Draw a group of options: their medians, with the 90 % intervals both ways."""
-    look = style.line_look(group) | {"linestyle": ""}
+    look = figures.line_look(group) | {"linestyle": ""}
     across = np.array([interval(option.seconds / 60) for option in options])
     up = np.array([interval(option.hours) for option in options])
     axes.plot(across[:, 1], up[:, 1], label=name, **look)

@@ -1,4 +1,4 @@
-"""From the rows of many runs to a comparison: medians, speedup and efficiency.
+"""From the records of many runs to one table: medians, speedup, efficiency, and which speeds to doubt.
 
 rows, skipped = load(paths)
 table = compare(summarize(rows))
@@ -6,31 +6,42 @@ table = compare(summarize(rows))
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
-from trainkit.compare import trust, variants
+from trainkit.compare import doubts, variants
 from trainkit.errors import UserError
 from trainkit.record import columns, records, samples
 from trainkit.record.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
 
-# A speedup says something about the number of workers only if all of this is equal in both runs.
 _SETTINGS = columns.with_role(*(role for role in Role if role < Role.DOUBT))
-MUST_BE_EQUAL = [*(name for name in _SETTINGS if name != "global_batch"), "global_batch"]  # named last
-_LAYOUT = columns.with_role(Role.LAYOUT)
-_COUNTED = [_LAYOUT[0], *MUST_BE_EQUAL, *_LAYOUT[1:]]
+# A speedup says something about the number of workers only if all of this is equal in both runs. Where
+# several differ, the global batch is named last.
+MUST_BE_EQUAL = [*(name for name in _SETTINGS if name != "global_batch"), "global_batch"]
+# Another value is another configuration, whose speed may still be compared.
 DOUBTED = columns.with_role(Role.DOUBT)
-CONFIGURATION = [*_COUNTED, *DOUBTED]
-# Rows equal in this share a section of the report and a panel of a figure: other hardware, data or
+_STAGE, *_NUMBERS_OF_WORKERS = columns.with_role(Role.LAYOUT)
+# A run that changed one of these when it was resumed has no speed.
+_CONSTANT_IN_A_RUN = [_STAGE, *MUST_BE_EQUAL, *_NUMBERS_OF_WORKERS]
+# Runs that are equal in all of this are repeats: a row of the table.
+CONFIGURATION = [*_CONSTANT_IN_A_RUN, *DOUBTED]
+# Rows that are equal in this share a section of the report and a panel of a figure. Other hardware, data or
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = columns.with_role(Role.TASK)
-WRITTEN = ("comparison.csv", "each.csv")  # of our own reports: no runs
+# Our own reports, which are no runs.
+REPORTS = ("comparison.csv", "each.csv")
 # What a label names. Each batch size drops another rest of the same images, which `train_images` includes.
 _LABELLED = {name: COLUMNS[name] for name in [*MUST_BE_EQUAL, *DOUBTED] if COLUMNS[name].label}
 _LABELLED["train_images"] = _LABELLED.pop("images")
-_WARMUP_ONLY = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
+_ONLY_WARMUP = "only a warm-up epoch, so its throughput is not known (needs --epochs 2 or more)"
+# The relative difference of two learning rates, recorded with six digits, that is none.
+_SAME_LR = 1e-4
+
+# A row of the table, as `DataFrame.itertuples` gives it.
+TableRow = tuple
 
 
 def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
@@ -51,25 +62,24 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     """
     skipped: list[str] = []
     starts: dict[str, list[records.Row]] = {}
-    of_ranks: dict[tuple[str, int], list[records.Row]] = {}  # by file and epoch
-    for file in _files(paths, skipped):
-        for start, rows in _starts_in(file, skipped).items():
-            if len(rows) > len(starts.get(start, [])):  # a file copied to a second folder is still one start
-                starts[start] = rows
-        for row in _ranks_beside(file, skipped):
-            of_ranks.setdefault((str(file), row["epoch"]), []).append(row)
-    every = []
-    for rows in records.join(starts).values():
-        measured = [row for row in rows if not row["warmup"]] or rows
-        slow_rank = records.slow_rank(
-            one for row in measured for one in of_ranks.get((row["file"], row["epoch"]), [])
-        )
-        every += [row | {"slow_rank": slow_rank} for row in rows]
-    rows = _alike(pd.DataFrame(every, columns=None if every else list(COLUMNS)))
-    rows = _one_value_each(rows)
-    mixed = _mixed(rows)
-    rows = rows[~rows.run_id.isin(mixed)]
-    return variants.split_by_rates(rows.copy(), CONFIGURATION), [*skipped, *mixed.values()]
+    rows_of_ranks: dict[tuple[str, int], list[records.Row]] = {}
+    for file in _csv_files(paths, skipped):
+        for run_id, rows in _starts_in(file, skipped).items():
+            # A file that was copied to a second folder is still one start.
+            if len(rows) > len(starts.get(run_id, [])):
+                starts[run_id] = rows
+        for row in _rank_rows_beside(file, skipped):
+            rows_of_ranks.setdefault((str(file), row["epoch"]), []).append(row)
+    rows_of_all = []
+    for run in records.join(starts).values():
+        slow_rank = _slow_rank(run, rows_of_ranks)
+        rows_of_all += [row | {"slow_rank": slow_rank} for row in run]
+    table = pd.DataFrame(rows_of_all) if rows_of_all else pd.DataFrame(columns=list(COLUMNS))
+    table = _with_equal_names_for_what_is_unknown(table)
+    table = _one_value_in_each_run(table)
+    changed = _runs_that_changed(table)
+    table = table[~table.run_id.isin(changed)].copy()
+    return variants.split_by_rates(table, CONFIGURATION), [*skipped, *changed.values()]
 
 
 def load_some(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
@@ -100,38 +110,36 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     rates of the epochs.
     """
     rows = rows.assign(configuration=rows.groupby(CONFIGURATION).ngroup())
-    groups, steady = (part.groupby("configuration") for part in (rows, rows[~rows.warmup]))
-    epochs = rows.groupby(["configuration", "run_id"]).size().groupby("configuration")
-    last = rows.groupby("run_id").tail(1).groupby("configuration")
-    results = rows[["configuration", "epoch", "best_epoch", "test_accuracy"]].groupby(rows.run_id)
-    ends_with = pd.DataFrame(records.ends_with(run.to_dict("records")) for _, run in results)
-    table = groups[CONFIGURATION].first()
+    of_all_epochs = rows.groupby("configuration")
+    of_steady_epochs = rows[~rows.warmup].groupby("configuration")
+    of_last_epochs = rows.groupby("run_id").tail(1).groupby("configuration")
+    run_lengths = rows.groupby(["configuration", "run_id"]).size().groupby("configuration")
+    table = of_all_epochs[CONFIGURATION].first()
     table = table.assign(
-        images_per_s=steady.images_per_s.median(),
-        slowest=steady.images_per_s.min(),
-        fastest=steady.images_per_s.max(),
-        epoch_seconds=steady.train_seconds.median(),
-        eval_seconds=steady.eval_seconds.median(),
-        test_accuracy=ends_with.groupby("configuration").test_accuracy.median(),
-        elapsed_s=last.elapsed_s.median(),
-        peak_memory_mb=steady.peak_memory_mb.max().combine_first(groups.peak_memory_mb.max()),
-        scripts=groups.script.agg(_digests),
-        rates=pd.Series({number: variants.rates_as_text(group) for number, group in groups}),
-        runs=epochs.size(),
-        epochs=[
-            f"{least}..{most}" if least < most else str(least)
-            for least, most in zip(epochs.min(), epochs.max(), strict=True)
-        ],
+        images_per_s=of_steady_epochs.images_per_s.median(),
+        slowest=of_steady_epochs.images_per_s.min(),
+        fastest=of_steady_epochs.images_per_s.max(),
+        epoch_seconds=of_steady_epochs.train_seconds.median(),
+        eval_seconds=of_steady_epochs.eval_seconds.median(),
+        test_accuracy=_final_accuracies(rows),
+        elapsed_s=of_last_epochs.elapsed_s.median(),
+        peak_memory_mb=of_steady_epochs.peak_memory_mb.max().combine_first(
+            of_all_epochs.peak_memory_mb.max()
+        ),
+        scripts=of_all_epochs.script.agg(_digests),
+        rates=pd.Series({number: variants.rates_as_text(group) for number, group in of_all_epochs}),
+        runs=run_lengths.size(),
+        epochs=run_lengths.agg(_least_to_most),
         steady_epochs=(~rows.warmup).groupby(rows.configuration).sum(),
     )
     if target is not None:
         table = table.join(_reached(rows, target))
         table["target_runs"] = table.target_runs.fillna(0).astype(int)
     table["batch_per_device"] = table.global_batch // table.devices
-    for name, made in {"train_images": _train_images, "variant": _variants}.items():
-        table[name] = pd.concat(made(section) for _, section in table.groupby(SECTION_BY))
+    table["train_images"] = _by_section(table, SECTION_BY, _train_images)
+    table["variant"] = _by_section(table, SECTION_BY, _variants)
     settings = [name for name in MUST_BE_EQUAL if name != "images"]
-    return table.sort_values([*settings, "stage", "devices", "nodes"], key=_order)
+    return table.sort_values([*settings, "stage", "devices", "nodes"], key=_sort_key)
 
 
 def compare(table: pd.DataFrame) -> pd.DataFrame:
@@ -140,21 +148,21 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     `baseline` names the stage that X(1) comes from: `single` if it has an equal run, else the
     row's own stage on one device. If nothing can be compared, the numbers are NaN and `why` gives
     the reason; otherwise it is empty. `weak_efficiency` is X(n, n b) / (n X(1, b)), with an equal batch
-    per device instead of an equal global batch. `doubt` comes from `trust.doubt`.
+    per device instead of an equal global batch. `doubt` comes from `doubts.marks`.
     """
+    on_one_device = list(table[(table.devices == 1) & (table.world_size == 1)].itertuples())
     compared = []
-    ones = list(table[(table.devices == 1) & (table.world_size == 1)].itertuples())
     for row in table.itertuples():
-        one, why = _baseline(row, ones, "global_batch")
-        weak, _ = _baseline(row, ones, "batch_per_device")
+        strong = _find_baseline(row, on_one_device, equal_batch="global_batch")
+        weak = _find_baseline(row, on_one_device, equal_batch="batch_per_device")
         compared.append(
             {
-                "speedup": row.images_per_s / one.images_per_s if one else math.nan,
-                "baseline": one.stage if one else "",
-                "why": why,
-                "weak_efficiency": row.images_per_s / weak.images_per_s / row.devices if weak else math.nan,
-                "weak_baseline": weak.stage if weak else "",
-                "doubt": trust.doubt(row, [run for run in (one, weak) if run]),
+                "speedup": _times_as_fast(row, strong.row),
+                "baseline": strong.stage,
+                "why": strong.why_none,
+                "weak_efficiency": _times_as_fast(row, weak.row) / row.devices,
+                "weak_baseline": weak.stage,
+                "doubt": doubts.marks(row, [found.row for found in (strong, weak) if found.row]),
             }
         )
     table = table.join(pd.DataFrame(compared, index=table.index))
@@ -163,10 +171,10 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
 
 def beneath_each_other(table: pd.DataFrame) -> pd.DataFrame:
     """Merge tables of several folders, with equal configurations in neighbouring rows."""
-    by = ["dataset", "model"]
-    variants = pd.concat(_variants(section) for _, section in table.groupby(by))
-    keys = [*by, "stage", "devices", "nodes", "global_batch", "variant"]
-    return table.assign(variant=variants).sort_values(keys, key=_order, kind="stable", ignore_index=True)
+    data_and_network = ["dataset", "model"]
+    table = table.assign(variant=_by_section(table, data_and_network, _variants))
+    order = [*data_and_network, "stage", "devices", "nodes", "global_batch", "variant"]
+    return table.sort_values(order, key=_sort_key, kind="stable", ignore_index=True)
 
 
 def is_cpu(device_name: str) -> bool:
@@ -179,16 +187,20 @@ def stage_name(stage: str) -> str:
     return TUTORIAL_STAGES.get(stage, stage)
 
 
-def label(row: tuple | pd.Series, count: bool = True, weak: bool = False) -> str:
+def label(row: TableRow | pd.Series, count: bool = True, weak: bool = False) -> str:
     """Name a configuration in a few words, as `DDP x2, batch 256`.
 
     Without `count` it is `DDP, batch 256`; `weak` gives the batch of each device.
     """
-    nodes = f" on {row.nodes} nodes" if row.nodes > 1 else ""
-    devices = f" x{row.devices}{nodes}" if count and row.stage != SINGLE else ""
-    plain = " (plain model)" if row.stage == DP and row.devices == 1 else ""
+    name = stage_name(row.stage)
+    if count and row.stage != SINGLE:
+        name += f" x{row.devices}"
+        if row.nodes > 1:
+            name += f" on {row.nodes} nodes"
+    if row.stage == DP and row.devices == 1:
+        name += " (plain model)"
     batch = f"batch {row.batch_per_device} each (weak)" if weak else f"batch {row.global_batch}"
-    return ", ".join(filter(None, [stage_name(row.stage) + devices + plain, batch, row.variant]))
+    return ", ".join(filter(None, [name, batch, row.variant]))
 
 
 def with_model(dataset: str, model: str) -> str:
@@ -199,36 +211,42 @@ def with_model(dataset: str, model: str) -> str:
 def common(section: pd.DataFrame) -> str:
     """List the settings that all rows of one section share."""
     names = [name for name in _LABELLED if name not in ("parameters", "network")]
-    alike = [name for name in names if section[name].nunique() == 1]
-    return _in_words(section.iloc[0], alike)
+    return _in_words(section.iloc[0], [name for name in names if section[name].nunique() == 1])
 
 
 def varies(rows: pd.DataFrame, name: str) -> bool:
     """Return whether rows differ in a setting, beyond what another setting determines."""
-    by = list(COLUMNS[name].determined_by) if name in COLUMNS else []
-    return (rows.groupby(by)[name].nunique().max() if by else rows[name].nunique()) > 1
+    determined_by = list(COLUMNS[name].determined_by) if name in COLUMNS else []
+    if not determined_by:
+        return rows[name].nunique() > 1
+    return rows.groupby(determined_by)[name].nunique().max() > 1
 
 
-def _files(paths: Iterable[Path], skipped: list[str]) -> list[Path]:
+# --- from files to rows -----------------------------------------------------------------------------
+
+
+def _csv_files(paths: Iterable[Path], skipped: list[str]) -> list[Path]:
     """List the CSVs of runs, each once; `skipped` gets a sentence for every folder that cannot be read."""
-    files = {}  # the given names, by their real paths
+    files: dict[Path, Path] = {}
     for path in paths:
-        if not os.path.exists(path):  # noqa: PTH110  Path.exists raises where it may not look
+        if not path.exists():
             raise UserError(f"{path} is not there: give CSV files of runs, or a folder that holds some.")
-        if Path(os.path.realpath(path)).name in WRITTEN and not path.is_dir():
-            raise UserError(f"{path} has the name of a report, not of a run: give another file.")
-        found = _searched(path, skipped) if path.is_dir() else [path]
-        files |= {os.path.realpath(file): file for file in found}  # Path.resolve raises for a link to itself
-    return [file for _, file in sorted(files.items())]
+        for file in _search(path, skipped) if path.is_dir() else [path]:
+            # A link, or a file in two of the folders, is the same file. It is called as it was given last.
+            files[file.resolve()] = file
+    return [files[real_path] for real_path in sorted(files, key=str)]
 
 
-def _searched(folder: Path, skipped: list[str]) -> Iterator[Path]:
-    """Yield the CSVs of runs at any depth."""
+def _search(folder: Path, skipped: list[str]) -> list[Path]:
+    """List the CSVs of runs at any depth."""
     errors: list[OSError] = []
-    for place, folders, names in os.walk(folder, onerror=errors.append):
-        folders[:] = [name for name in folders if name != samples.FOLDER]  # its CSVs are no runs
-        yield from (Path(place, name) for name in names if name.endswith(".csv") and name not in WRITTEN)
+    files = []
+    for parent, subfolders, names in os.walk(folder, onerror=errors.append):
+        # The CSVs of a job's samples are no runs.
+        subfolders[:] = [name for name in subfolders if name != samples.FOLDER]
+        files += [Path(parent, name) for name in names if name.endswith(".csv") and name not in REPORTS]
     skipped += [f"{error.filename}: not read, {error.strerror}." for error in errors]
+    return files
 
 
 def _starts_in(file: Path, skipped: list[str]) -> dict[str, list[records.Row]]:
@@ -241,16 +259,27 @@ def _starts_in(file: Path, skipped: list[str]) -> dict[str, list[records.Row]]:
     return records.by_run(row | {"file": str(file)} for row in rows)
 
 
-def _ranks_beside(file: Path, skipped: list[str]) -> list[records.Row]:
+def _rank_rows_beside(file: Path, skipped: list[str]) -> list[records.Row]:
     """Read the rows of the ranks next to a file; none if there is no such file."""
+    if not records.beside(file).exists():
+        return []
     try:
-        return records.read_ranks(file) if records.beside(file).exists() else []
+        return records.read_ranks(file)
     except records.RecordError as error:
         skipped.append(str(error))
         return []
 
 
-def _alike(rows: pd.DataFrame) -> pd.DataFrame:
+def _slow_rank(run: list[records.Row], rows_of_ranks: dict[tuple[str, int], list[records.Row]]) -> str:
+    """Return the clause of `records.slow_rank` on a run, from its measured epochs if it has some."""
+    measured = [row for row in run if not row["warmup"]] or run
+    rows = []
+    for row in measured:
+        rows += rows_of_ranks.get((row["file"], row["epoch"]), [])
+    return records.slow_rank(rows)
+
+
+def _with_equal_names_for_what_is_unknown(rows: pd.DataFrame) -> pd.DataFrame:
     """Give equal trainings equal settings: one value for what is unknown, or not used."""
     for name in ("lr", "gamma"):
         rows[name] = rows[name].map("{:g}".format).replace("nan", UNKNOWN)
@@ -258,22 +287,49 @@ def _alike(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Return how long the runs of each configuration took to reach the target, and how many reached it."""
-    trained = rows.groupby("run_id").train_seconds.cumsum()
-    first = rows.assign(trained=trained)[rows.test_accuracy >= target].groupby("run_id").head(1)
-    return first.groupby("configuration").agg(
-        target_s=("elapsed_s", "median"), target_train_s=("trained", "median"), target_runs=("run_id", "size")
-    )
-
-
-def _one_value_each(rows: pd.DataFrame) -> pd.DataFrame:
+def _one_value_in_each_run(rows: pd.DataFrame) -> pd.DataFrame:
     """Name all arguments, and all schedules, of a run that was resumed with others, in each of its rows."""
     for name in DOUBTED:
-        runs = rows.groupby("run_id")[name]
-        for run_id in (changed := runs.nunique())[changed > 1].index:
-            rows.loc[rows.run_id == run_id, name] = " then ".join(runs.get_group(run_id).unique())
+        for run_id, values in rows.groupby("run_id")[name]:
+            if values.nunique() > 1:
+                rows.loc[rows.run_id == run_id, name] = " then ".join(values.unique())
     return rows
+
+
+def _runs_that_changed(rows: pd.DataFrame) -> dict[str, str]:
+    """Return a sentence, by name, on each run that changed its configuration when it was resumed."""
+    sentences = {}
+    numbers_of_values = rows.groupby("run_id")[_CONSTANT_IN_A_RUN].nunique()
+    for run_id in numbers_of_values.index[(numbers_of_values > 1).any(axis=1)]:
+        run = rows[rows.run_id == run_id]
+        changes = []
+        for name in _CONSTANT_IN_A_RUN:
+            if run[name].nunique() > 1:
+                before, after, *_ = run[name].unique()
+                changes.append(f"{COLUMNS[name].words or name} {after} after {before}")
+        sentences[run_id] = f"run {run_id} went on with {', '.join(changes)}: it counts in neither."
+    return sentences
+
+
+# --- from rows to one row per configuration ---------------------------------------------------------
+
+
+def _final_accuracies(rows: pd.DataFrame) -> pd.Series:
+    """Return by configuration the median accuracy of the weights that its runs end with."""
+    needed = rows[["configuration", "epoch", "best_epoch", "test_accuracy"]]
+    final_rows = [records.ends_with(run.to_dict("records")) for _, run in needed.groupby(rows.run_id)]
+    return pd.DataFrame(final_rows).groupby("configuration").test_accuracy.median()
+
+
+def _reached(rows: pd.DataFrame, target: float) -> pd.DataFrame:
+    """Return how long the runs of each configuration took to reach the target, and how many reached it."""
+    rows = rows.assign(trained=rows.groupby("run_id").train_seconds.cumsum())
+    first_epochs = rows[rows.test_accuracy >= target].groupby("run_id").head(1)
+    return first_epochs.groupby("configuration").agg(
+        target_s=("elapsed_s", "median"),
+        target_train_s=("trained", "median"),
+        target_runs=("run_id", "size"),
+    )
 
 
 def _digests(scripts: pd.Series) -> str:
@@ -281,113 +337,166 @@ def _digests(scripts: pd.Series) -> str:
     return " ".join(sorted({script.rpartition(" ")[2] for script in scripts if script}))
 
 
-def _mixed(rows: pd.DataFrame) -> dict[str, str]:
-    """Return a sentence, by name, on each run that changed its configuration when it was resumed."""
-    sentences = {}
-    kinds = rows.groupby("run_id")[_COUNTED].nunique()
-    for run_id in kinds.index[(kinds > 1).any(axis=1)]:
-        run = rows.loc[rows.run_id == run_id, _COUNTED]
-        changed = [name for name in run if run[name].nunique() > 1]
-        pairs = [(COLUMNS[name].words or name, *run[name].unique()[:2]) for name in changed]
-        what = ", ".join(f"{name} {after} after {before}" for name, before, after in pairs)
-        sentences[run_id] = f"run {run_id} went on with {what}: it counts in neither."
-    return sentences
+def _least_to_most(numbers: pd.Series) -> str:
+    """Return `2..3`, or one number if all are equal."""
+    least, most = numbers.min(), numbers.max()
+    return f"{least}..{most}" if least < most else str(least)
 
 
-def _order(column: pd.Series) -> pd.Series:
-    """Return a key to sort by: the stages in the tutorial's order, then other trainings by name."""
-    order = {stage: str(i) for i, stage in enumerate(TUTORIAL_STAGES)}
-    return column.map(lambda stage: order.get(stage, f"own {stage}")) if column.name == "stage" else column
+def _by_section(
+    table: pd.DataFrame, section_by: list[str], column_of: Callable[[pd.DataFrame], pd.Series]
+) -> pd.Series:
+    """Make a column of the table from each of its sections."""
+    return pd.concat([column_of(section) for _, section in table.groupby(section_by)])
+
+
+def _train_images(section: pd.DataFrame) -> pd.Series:
+    """Return the largest image count among rows that may have the same data: they drop less than a batch."""
+    train_images: dict[int, int] = {}
+    same_data: list[int] = []
+    # The data of the rows in `same_data` has fewer images than this.
+    upper_bound = 0
+    for row in section.sort_values("images").itertuples():
+        if row.images >= upper_bound:
+            same_data = []
+            upper_bound = math.inf
+        same_data.append(row.Index)
+        upper_bound = min(upper_bound, row.images + row.global_batch)
+        train_images |= dict.fromkeys(same_data, row.images)
+    return pd.Series(train_images)
+
+
+def _variants(section: pd.DataFrame) -> pd.Series:
+    """Name for each row the settings in which it differs from others of the section."""
+    names = [name for name in _LABELLED if varies(section, name)]
+    in_words = section.copy()
+    for name in variants.IN_WORDS:
+        if name not in names:
+            continue
+        for _, rows in _groups_to_tell_apart(section, name, names):
+            words = variants.words_that_differ(name, list(rows[name].unique()))
+            in_words.loc[rows.index, name] = rows[name].map(words)
+    if "network" in names:
+        for _, rows in section.groupby([in_words.network, in_words.arguments]):
+            # Where neither tells their networks apart, the digest of the structure does.
+            if varies(rows, "network"):
+                in_words.loc[rows.index, "network"] += rows.network.map(variants.structure)
+        in_words["network"] = in_words.network.str.strip()
+    return in_words.apply(_in_words, axis=1, names=names)
+
+
+def _groups_to_tell_apart(
+    section: pd.DataFrame, name: str, varying: list[str]
+) -> Iterable[tuple[object, pd.DataFrame]]:
+    """Return the groups of rows within which the words of a column name differences.
+
+    Arguments are named only for rows that nothing else tells apart, but for the digest of a structure.
+    """
+    others = [other for other in varying if other not in ("network", "arguments")]
+    if name == "arguments" and others:
+        return section.groupby(others)
+    return [("", section)]
 
 
 def _in_words(row: pd.Series, names: Iterable[str]) -> str:
     return ", ".join(filter(None, (_LABELLED[name].in_words(row[name]) for name in names)))
 
 
-def _variants(section: pd.DataFrame) -> pd.Series:
-    names = [name for name in _LABELLED if varies(section, name)]
-    told = section.copy()
-    for name in {*names} & {*variants.IN_WORDS}:
-        # Arguments are told only of rows that nothing else tells apart, but for the digest of a structure.
-        others = [other for other in names if other not in ("network", "arguments")]
-        for _, rows in section.groupby(others) if name == "arguments" and others else [("", section)]:
-            words = variants.apart(name, [*rows[name].unique()])
-            told.loc[rows.index, name] = rows[name].map(words)
-    if "network" in names:
-        for _, rows in section.groupby([told.network, told.arguments]):
-            if varies(rows, "network"):  # neither tells their networks apart
-                told.loc[rows.index, "network"] += rows.network.map(variants.structure)
-        told["network"] = told.network.str.strip()
-    return told.apply(_in_words, axis=1, names=names)
+def _sort_key(column: pd.Series) -> pd.Series:
+    """Return a key to sort by: the stages in the tutorial's order, then other trainings by name."""
+    if column.name != "stage":
+        return column
+    order = {stage: str(position) for position, stage in enumerate(TUTORIAL_STAGES)}
+    return column.map(lambda stage: order.get(stage, f"own {stage}"))
 
 
-def _train_images(section: pd.DataFrame) -> pd.Series:
-    """Return the largest image count among rows that may have the same data: they drop less than a batch."""
-    found, members, below = {}, [], 0
-    for row in section.sort_values("images").itertuples():
-        if row.images >= below:  # the earlier rows cannot have had so much data
-            members, below = [], math.inf
-        members.append(row.Index)
-        below = min(below, row.images + row.global_batch)
-        found |= dict.fromkeys(members, row.images)
-    return pd.Series(found)
+# --- from one row per configuration to speedups -----------------------------------------------------
 
 
-def _baseline(row: tuple, ones: list[tuple], batch: str) -> tuple[tuple | None, str]:
-    """Choose the run on one device to compare `row` with, equal in the column `batch`, or say why none."""
+class _Baseline(NamedTuple):
+    """The run on one device that a row is compared with; or none, and the reason."""
+
+    row: TableRow | None
+    why_none: str = ""
+
+    @property
+    def stage(self) -> str:
+        return self.row.stage if self.row else ""
+
+
+def _times_as_fast(row: TableRow, baseline: TableRow | None) -> float:
+    return row.images_per_s / baseline.images_per_s if baseline else math.nan
+
+
+def _find_baseline(row: TableRow, on_one_device: list[TableRow], equal_batch: str) -> _Baseline:
+    """Choose the run on one device to compare `row` with, equal in the column `equal_batch`."""
     if row.stage == DP and row.devices == 1:
-        return None, "DataParallel had one device and ran the plain model: no DataParallel speed"
+        return _Baseline(None, "DataParallel had one device and ran the plain model: no DataParallel speed")
     if not row.images_per_s > 0:
-        return None, _WARMUP_ONLY
-    ones = [one for one in ones if one.stage in (SINGLE, row.stage)]
-    if not ones:
-        return None, "no 1-device run to compare with"
-    one = min(ones, key=lambda one: _distance(row, one, batch))
-    unlike = _differences(row, one, batch)
-    if unlike == ["global_batch"]:
-        return None, f"no otherwise equal 1-device run with global batch {row.global_batch} to compare with"
-    if unlike:
-        values = [f"{COLUMNS[name].words} ({', '.join(_two(name, row, one))})" for name in unlike]
-        return None, f"differs from the nearest 1-device run ({one.stage}) in {' and '.join(values)}"
-    if not one.images_per_s > 0:
-        return None, f"the 1-device run to compare with ({one.stage}) has {_WARMUP_ONLY}"
-    return one, ""
+        return _Baseline(None, _ONLY_WARMUP)
+    candidates = [one for one in on_one_device if one.stage in (SINGLE, row.stage)]
+    if not candidates:
+        return _Baseline(None, "no 1-device run to compare with")
+    nearest = min(candidates, key=lambda one: _distance(row, one, equal_batch))
+    differences = _differences(row, nearest, equal_batch)
+    if differences == ["global_batch"]:
+        batch = row.global_batch
+        return _Baseline(None, f"no otherwise equal 1-device run with global batch {batch} to compare with")
+    if differences:
+        clauses = [_difference_in_words(name, row, nearest) for name in differences]
+        return _Baseline(
+            None, f"differs from the nearest 1-device run ({nearest.stage}) in {' and '.join(clauses)}"
+        )
+    if not nearest.images_per_s > 0:
+        return _Baseline(None, f"the 1-device run to compare with ({nearest.stage}) has {_ONLY_WARMUP}")
+    return _Baseline(nearest)
 
 
-def _distance(row: tuple, one: tuple, batch: str) -> tuple:
+def _distance(row: TableRow, one: TableRow, equal_batch: str) -> tuple[int, bool, bool, int]:
     """Return by what the nearest run on one device is chosen: what forbids a speedup comes first."""
-    doubts = [getattr(row, name) != getattr(one, name) for name in DOUBTED]
-    doubts.append(variants.other_rates(row.rates, one.rates))
-    unlike = len(_differences(row, one, batch))
-    return unlike, not one.images_per_s > 0, one.stage != SINGLE, sum(doubts)
+    number_of_doubts = sum(getattr(row, name) != getattr(one, name) for name in DOUBTED)
+    number_of_doubts += variants.other_rates(row.rates, one.rates)
+    return (
+        len(_differences(row, one, equal_batch)),
+        not one.images_per_s > 0,
+        one.stage != SINGLE,
+        number_of_doubts,
+    )
 
 
-def _two(name: str, row: tuple, one: tuple) -> list[str]:
-    """Return the two values of a column as they read in a sentence."""
-    values = [str(getattr(run, name)) for run in (row, one)]
-    if name not in variants.IN_WORDS:
-        return values
-    told = variants.apart(name, values)
-    return [told[value] or "not recorded" for value in values]
-
-
-def _differences(row: tuple, one: tuple, batch: str) -> list[str]:
+def _differences(row: TableRow, one: TableRow, equal_batch: str) -> list[str]:
     """List the settings whose difference forbids a speedup of `row` over `one`."""
-    equal = {name: getattr(row, name) == getattr(one, name) for name in MUST_BE_EQUAL}
-    equal["global_batch"] = getattr(row, batch) == getattr(one, batch)
-    equal["images"] = row.train_images == one.train_images
-    equal["lr"] = _same_lr(row, one)
-    given = dict(equal)
-    for name in MUST_BE_EQUAL:  # another recipe explains another learning rate
-        equal[name] |= not all(given[decides] for decides in COLUMNS[name].determined_by[:1])
-    # More CPU threads do not make a GPU faster.
-    equal["threads_per_worker"] |= not is_cpu(row.device_name)
-    return [name for name in MUST_BE_EQUAL if not equal[name]]
+    differs = {name: getattr(row, name) != getattr(one, name) for name in MUST_BE_EQUAL}
+    differs["global_batch"] = getattr(row, equal_batch) != getattr(one, equal_batch)
+    differs["images"] = row.train_images != one.train_images
+    differs["lr"] = not _same_lr(row, one)
+    if not is_cpu(row.device_name):
+        # More CPU threads do not make a GPU faster.
+        differs["threads_per_worker"] = False
+    return [name for name in MUST_BE_EQUAL if differs[name] and not _is_explained(name, differs)]
 
 
-def _same_lr(row: tuple, one: tuple) -> bool:
+def _is_explained(name: str, differs: dict[str, bool]) -> bool:
+    """Return whether another difference explains that of a setting, as another recipe does that of a rate."""
+    determined_by = COLUMNS[name].determined_by
+    return bool(determined_by) and differs[determined_by[0]]
+
+
+def _same_lr(row: TableRow, one: TableRow) -> bool:
     """Return whether the learning rates are equal, or differ as their common scaling rule says."""
     if UNKNOWN in (row.lr, one.lr) or row.lr_scale != one.lr_scale:
         return row.lr == one.lr
-    bases = (float(run.lr) / columns.lr_factor(run.lr_scale, run.global_batch) for run in (row, one))
-    return math.isclose(*bases, rel_tol=1e-4)
+    return math.isclose(_unscaled_lr(row), _unscaled_lr(one), rel_tol=_SAME_LR)
+
+
+def _unscaled_lr(row: TableRow) -> float:
+    return float(row.lr) / columns.lr_factor(row.lr_scale, row.global_batch)
+
+
+def _difference_in_words(name: str, row: TableRow, one: TableRow) -> str:
+    """Return a clause with both values of a setting, as `recipe (fast, classic)`."""
+    values = [str(getattr(row, name)), str(getattr(one, name))]
+    if name in variants.IN_WORDS:
+        words = variants.words_that_differ(name, values)
+        values = [words[value] or "not recorded" for value in values]
+    return f"{COLUMNS[name].words} ({', '.join(values)})"

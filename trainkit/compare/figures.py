@@ -1,17 +1,49 @@
-"""The figures of a comparison: throughput, speedup, accuracy; panels for each section of the report."""
+"""The figures of a comparison: throughput, speedup, accuracy; panels for each section of the report.
+
+Also the style of all figures. Colour is never the only difference: figures are also printed in grey.
+"""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
 from pathlib import Path
+
+import matplotlib
+
+# Compute nodes have no screen.
+matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainkit.compare import comparison, style
+from trainkit.compare import comparison
+from trainkit.files import replacing
+from trainkit.record.columns import DDP, DP, SINGLE
 
-Looks = dict[str, style.Look]  # the lines of a figure by their texts
+# Keywords of matplotlib's artists.
+Look = dict[str, object]
+# The lines of a figure by their texts in the legend.
+Looks = dict[str, Look]
+
+# The palette of Okabe and Ito, made for all kinds of colour vision.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+MARKERS = "osD^vPX*"
+LINE_STYLES = ("-", "--", ":", "-.")
+# Colour and hatch of the bars of each stage, and of a user's own training.
+STAGE_BARS = {SINGLE: ("#999999", ""), DP: ("#F7D9A0", "xx"), DDP: ("#BFE0F5", "//")}
+OWN_TRAINING_BAR = ("#C5E8DA", "..")
+THIN: Look = {"color": "black", "linewidth": 0.9}
+IDEAL: Look = {"color": "silver", "linewidth": 4, "zorder": 1}
+
+FIGURE_WIDTH_INCHES = 7
+LINE_PANEL_INCHES = 3.6
+LEGEND_ROW_INCHES = 0.2
+# Characters of a text in a legend that has two columns.
+MOST_CHARACTERS_IN_TWO_COLUMNS = 45
+# On an axis of device counts those below this share of the largest one would overlap.
+LEAST_TICK_DISTANCE = 1 / 8
 
 
 def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
@@ -27,104 +59,179 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     """
     measured = table[table.images_per_s.notna()]
     tested = table.loc[table.test_accuracy.notna(), [*comparison.CONFIGURATION, "variant"]]
-    tested = tested.merge(rows[rows.test_accuracy.notna()], on=comparison.CONFIGURATION)
+    tested_rows = tested.merge(rows[rows.test_accuracy.notna()], on=comparison.CONFIGURATION)
     figures = {
-        "throughput.png": _figure(measured, _bars, inches=lambda rows: 1.3 + 0.36 * len(rows)),
-        "speedup.png": _figure(table, _speedup_and_efficiency, _scaling, panels=2),
-        "accuracy.png": _figure(tested, _accuracy_curves),
+        "throughput.png": _figure(measured, _bars, inches_of=lambda section: 1.3 + 0.36 * len(section)),
+        "speedup.png": _figure(table, _speedup_and_efficiency, data_of=_scaling_lines, panels=2),
+        "accuracy.png": _figure(tested_rows, _accuracy_curves),
     }
-    return style.save(figures, out)
+    return save(figures, out)
+
+
+def save(figures: dict[str, Figure | None], out: Path, dpi: float = 150) -> list[str]:
+    """Write the figures to `out` by their names, and return the names of those written.
+
+    A figure of an earlier call that this one lacks is removed: it would seem to show these runs.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    written = []
+    for name, figure in figures.items():
+        if figure is None:
+            (out / name).unlink(missing_ok=True)
+            continue
+        with replacing(out / name, "wb") as file:
+            figure.savefig(file, dpi=dpi)
+        plt.close(figure)
+        written.append(name)
+    return written
+
+
+def line_look(number: int) -> Look:
+    """Return the colour, marker and dash of line `number`."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": LINE_STYLES[number % len(LINE_STYLES)],
+    }
+
+
+@dataclass(frozen=True)
+class _Section:
+    """What one section of a figure shows: its title, its data, and its height."""
+
+    title: str
+    data: Sized
+    inches: float
 
 
 def _figure(
     table: pd.DataFrame,
-    plot: Callable,
-    lines_of: Callable = lambda rows: rows,
+    plot: Callable[..., None],
+    data_of: Callable[[pd.DataFrame], Sized] = lambda section: section,
     panels: int = 1,
-    inches: Callable = lambda rows: 3.6,
+    inches_of: Callable[[pd.DataFrame], float] = lambda section: LINE_PANEL_INCHES,
 ) -> Figure | None:
     """Draw some panels for each section of the report, one section below the other.
 
     Args:
-        plot: draws what `lines_of` returns on the panels, and remembers how its lines look.
-        lines_of: returns what to draw for the rows of a section; if nothing, the section is left out.
+        plot: draws the data of a section on its panels, and remembers how its lines look.
+        data_of: returns what to draw for the rows of a section; if nothing, the section is left out.
         panels: the number of panels of a section, side by side.
-        inches: the height of a section, by its rows.
+        inches_of: returns the height of a section, by its rows.
     """
-    sections = [(names, rows, lines_of(rows)) for names, rows in table.groupby(comparison.SECTION_BY)]
-    sections = [section for section in sections if len(section[2])]
+    sections = []
+    for (dataset, model, device), rows in table.groupby(comparison.SECTION_BY):
+        data = data_of(rows)
+        if len(data):
+            sections.append(_Section(_title(dataset, model, device), data, inches_of(rows)))
     if not sections:
         return None
-    heights = [inches(rows) for _, rows, _ in sections]
-    figure = plt.figure(figsize=(7, sum(heights)), layout="constrained")
-    parts = figure.subfigures(len(sections), squeeze=False, height_ratios=heights).flat
+    heights = [section.inches for section in sections]
+    figure = plt.figure(figsize=(FIGURE_WIDTH_INCHES, sum(heights)), layout="constrained")
+    subfigures = figure.subfigures(len(sections), squeeze=False, height_ratios=heights).flat
     looks: Looks = {}
-    for part, ((dataset, model, device), _, lines) in zip(parts, sections, strict=True):
-        what = "SYNTHETIC digits, not MNIST" if dataset == "synthetic" else dataset
-        stand_in = "\nCPU workers standing in for GPUs" if comparison.is_cpu(device) else ""
-        title = f"{textwrap.fill(device, 45)}\n{comparison.with_model(what, model)}{stand_in}"
-        part.suptitle(title, fontsize=10)
-        plot(*part.subplots(1, panels, squeeze=False).flat, lines, looks)
-    if looks:  # a legend under all panels makes the figure taller rather than the panels smaller
-        entries: dict[str, object] = {}
-        for axes in figure.axes:
-            handles, texts = axes.get_legend_handles_labels()
-            entries |= dict(zip(texts, handles, strict=True))
-        columns = 2 if max(map(len, entries)) < 45 else 1
-        figure.set_figheight(figure.get_figheight() + 0.2 * (len(entries) / columns + 1))
-        below = {"loc": "outside lower center", "ncols": columns, "fontsize": 9}
-        figure.legend(entries.values(), entries.keys(), **below)
+    for subfigure, section in zip(subfigures, sections, strict=True):
+        subfigure.suptitle(section.title, fontsize=10)
+        axes = subfigure.subplots(1, panels, squeeze=False).flat
+        plot(*axes, section.data, looks)
+    if looks:
+        _add_legend(figure)
     return figure
 
 
+def _title(dataset: str, model: str, device: str) -> str:
+    data = "SYNTHETIC digits, not MNIST" if dataset == "synthetic" else dataset
+    lines = [textwrap.fill(device, 45), comparison.with_model(data, model)]
+    if comparison.is_cpu(device):
+        lines.append("CPU workers standing in for GPUs")
+    return "\n".join(lines)
+
+
+def _add_legend(figure: Figure) -> None:
+    """Add a legend below all panels, which makes the figure taller rather than the panels smaller."""
+    handle_of: dict[str, object] = {}
+    for axes in figure.axes:
+        handles, texts = axes.get_legend_handles_labels()
+        handle_of |= dict(zip(texts, handles, strict=True))
+    columns = 2 if max(map(len, handle_of)) < MOST_CHARACTERS_IN_TWO_COLUMNS else 1
+    rows = len(handle_of) / columns + 1
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW_INCHES * rows)
+    figure.legend(handle_of.values(), handle_of.keys(), loc="outside lower center", ncols=columns, fontsize=9)
+
+
 def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
-    labels = [textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()]
-    spread = section.images_per_s - section.slowest, section.fastest - section.images_per_s
-    spread = [side.tolist() for side in spread]  # matplotlib 3.10 turns a Series of one into a number
-    bars = [style.STAGE_BARS.get(stage, style.OWN_BAR) for stage in section.stage]
-    colours, hatches = zip(*bars, strict=True)
-    look = {"color": colours, "hatch": hatches, "edgecolor": "black", "linewidth": 0.6, "capsize": 4}
-    axes.barh(range(len(section)), section.images_per_s, xerr=spread, tick_label=labels, **look)
+    below = section.images_per_s - section.slowest
+    above = section.fastest - section.images_per_s
+    colours, hatches = zip(*(STAGE_BARS.get(stage, OWN_TRAINING_BAR) for stage in section.stage), strict=True)
+    axes.barh(
+        range(len(section)),
+        section.images_per_s,
+        # As lists: matplotlib 3.10 turns a Series of one into a number.
+        xerr=[below.tolist(), above.tolist()],
+        tick_label=[textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()],
+        color=colours,
+        hatch=hatches,
+        edgecolor="black",
+        linewidth=0.6,
+        capsize=4,
+    )
     axes.tick_params(axis="y", labelsize=9)
     axes.invert_yaxis()
     axes.ticklabel_format(axis="x", style="plain")
     axes.set_xlabel("training images/s: median, min to max")
 
 
-def _scaling(section: pd.DataFrame) -> list[tuple[str, pd.Series]]:
-    """Return texts for the legend, and efficiencies by device count: strong scaling, then weak scaling.
+@dataclass(frozen=True)
+class _ScalingLine:
+    """A line of the figure of speedups: its text in the legend, and its efficiencies by device count."""
 
-    There is a line per stage and equal settings; none for one device alone.
+    text: str
+    efficiencies: pd.Series
+
+
+def _scaling_lines(section: pd.DataFrame) -> list[_ScalingLine]:
+    """Return a line per stage and equal settings: strong scaling, then weak scaling.
+
+    There is none for one device alone.
     """
+    strong = _lines_of(section, "efficiency", equal_batch="global_batch", weak=False)
+    weak = _lines_of(section, "weak_efficiency", equal_batch="batch_per_device", weak=True)
+    return strong + weak
+
+
+def _lines_of(section: pd.DataFrame, column: str, equal_batch: str, weak: bool) -> list[_ScalingLine]:
     lines = []
-    for column, weak in (("efficiency", False), ("weak_efficiency", True)):
-        batch = "batch_per_device" if weak else "global_batch"
-        known = section[section[column].notna()]
-        for _, group in known.groupby(["stage", batch, "variant"], sort=False):
-            if group.devices.max() > 1:
-                text = comparison.label(group.iloc[0], count=False, weak=weak)
-                lines.append((text, group.set_index("devices")[column]))
+    known = section[section[column].notna()]
+    for _, group in known.groupby(["stage", equal_batch, "variant"], sort=False):
+        if group.devices.max() > 1:
+            text = comparison.label(group.iloc[0], count=False, weak=weak)
+            lines.append(_ScalingLine(text, group.set_index("devices")[column]))
     return lines
 
 
-def _speedup_and_efficiency(
-    left: Axes, right: Axes, lines: list[tuple[str, pd.Series]], looks: Looks
-) -> None:
-    every = sorted({1}.union(*(line.index for _, line in lines)))
-    most = every[-1]
-    left.plot([1, most], [1, most], label="ideal", **style.IDEAL)
-    right.axhline(100, **style.IDEAL)
-    for text, line in lines:
-        counts, efficiencies = list(line.index), list(line)
-        if counts[0] > 1:  # the baseline is a row of another stage
-            counts, efficiencies = [1, *counts], [1, *efficiencies]
-        look = _line_look(text, looks)
-        left.plot(counts, [n * share for n, share in zip(counts, efficiencies, strict=True)], **look)
-        right.plot(counts, [100 * share for share in efficiencies], **look)
+def _speedup_and_efficiency(left: Axes, right: Axes, lines: list[_ScalingLine], looks: Looks) -> None:
+    all_counts = sorted({1}.union(*(line.efficiencies.index for line in lines)))
+    largest = all_counts[-1]
+    left.plot([1, largest], [1, largest], label="ideal", **IDEAL)
+    right.axhline(100, **IDEAL)
+    for line in lines:
+        counts = list(line.efficiencies.index)
+        efficiencies = list(line.efficiencies)
+        if counts[0] > 1:
+            # The baseline is a row of another stage.
+            counts = [1, *counts]
+            efficiencies = [1, *efficiencies]
+        look = _line_look(line.text, looks)
+        speedups = [count * efficiency for count, efficiency in zip(counts, efficiencies, strict=True)]
+        left.plot(counts, speedups, **look)
+        right.plot(counts, [100 * efficiency for efficiency in efficiencies], **look)
     left.set(xlabel="devices", ylabel="speedup over one device (x)", ylim=(0, None))
     right.set(xlabel="devices", ylabel="efficiency (%)", ylim=(0, None))
+    ticks = [count for count in all_counts if count == 1 or count >= LEAST_TICK_DISTANCE * largest]
     for axes in (left, right):
-        axes.set_xticks([n for n in every if n == 1 or n >= most / 8])  # closer ones would overlap
+        axes.set_xticks(ticks)
         axes.grid(alpha=0.3)
 
 
@@ -137,6 +244,6 @@ def _accuracy_curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
     axes.grid(alpha=0.3)
 
 
-def _line_look(text: str, looks: Looks) -> style.Look:
+def _line_look(text: str, looks: Looks) -> Look:
     """Return label and style of a line: equal texts look the same in all panels of a figure."""
-    return looks.setdefault(text, {"label": text} | style.line_look(len(looks)))
+    return looks.setdefault(text, {"label": text} | line_look(len(looks)))

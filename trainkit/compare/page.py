@@ -13,7 +13,11 @@ import pandas as pd
 from trainkit.files import explained, replacing
 
 LEFT_ALIGNED = ("folder", "device", "stage", "variant", "note", "doubt")
-VARIANT = 24  # characters of a cell that has more lines than one
+# Characters of a line that every terminal shows.
+TERMINAL_WIDTH = 110
+# Characters of a line in the column `variant`, whose cells may have several lines.
+VARIANT_WIDTH = 24
+NO_BREAK_SPACE = "\xa0"
 
 
 def write(path: Path, title: str, blocks: Iterable[str], figures: Iterable[str] = ()) -> None:
@@ -22,8 +26,10 @@ def write(path: Path, title: str, blocks: Iterable[str], figures: Iterable[str] 
     Raises:
         OSError: if `path` cannot be written.
     """
+    pictures = [f"![{name}]({name})" for name in figures]
+    text = "\n\n".join([f"# {title}", *blocks, *pictures])
     with replacing(path) as file:
-        file.write("\n\n".join([f"# {title}", *blocks, *(f"![{name}]({name})" for name in figures)]) + "\n")
+        file.write(f"{text}\n")
 
 
 @contextmanager
@@ -38,37 +44,49 @@ def writing_to(out: Path) -> Iterator[None]:
         yield
 
 
-def listed(sentences: Iterable[str]) -> str:
-    """Return a list of sentences."""
+def bullets(sentences: Iterable[str]) -> str:
+    """Return a list of sentences in Markdown."""
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
 def wrapped(note: str) -> str:
     """Wrap the sentence to lines that fit every terminal."""
-    return textwrap.fill(note, 110, subsequent_indent="    ")
+    return textwrap.fill(note, TERMINAL_WIDTH, subsequent_indent="    ")
 
 
 def plain(shown: pd.DataFrame) -> str:
     """Lay out a table of texts for a terminal; a long `variant` has more lines than one."""
     lines = []
     for row in shown.to_dict("records"):
-        # A no-break space in every setting: a line ends between two of them.
-        settings = row.get("variant", "").replace(" ", "\xa0").replace(",\xa0", ", ")
-        first, *more = textwrap.wrap(settings, VARIANT, break_on_hyphens=False) or [""]
-        lines += [row | {"variant": first}, *({"variant": text} for text in more)]
+        first, *more = _variant_lines(row.get("variant", ""))
+        lines.append(row | {"variant": first})
+        lines += [{"variant": text} for text in more]
     columns = []
     for name in shown:
         cells = [name, *(line.get(name, "") for line in lines)]
         width = max(map(len, cells))
-        columns.append([cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width) for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)).replace("\xa0", " ")
+        if name in LEFT_ALIGNED:
+            columns.append([cell.ljust(width) for cell in cells])
+        else:
+            columns.append([cell.rjust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _variant_lines(variant: str) -> list[str]:
+    """Wrap a variant between two of its settings, not within one."""
+    unbroken = variant.replace(" ", NO_BREAK_SPACE).replace(f",{NO_BREAK_SPACE}", ", ")
+    lines = textwrap.wrap(unbroken, VARIANT_WIDTH, break_on_hyphens=False)
+    return [line.replace(NO_BREAK_SPACE, " ") for line in lines] or [""]
 
 
 def markdown(shown: pd.DataFrame) -> str:
     """Lay out a table of texts for Markdown."""
-    lines = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
-    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    rows = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
+    lines = []
+    for row in rows:
+        cells = [cell.replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:

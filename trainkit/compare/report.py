@@ -1,41 +1,61 @@
-"""The comparison of runs for people: tables on the terminal, comparison.md and .csv, and figures."""
+"""The comparison of runs for people: the verdict, tables on the terminal, comparison.md and .csv, figures."""
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
-from trainkit.compare import comparison, figures, page, trust
-from trainkit.compare.summary import verdict
+from trainkit.compare import comparison, doubts, figures, page
+from trainkit.compare.comparison import SECTION_BY, TUTORIAL_STAGES, is_cpu, stage_name
 from trainkit.errors import UserError, tell
-from trainkit.record.columns import SINGLE
+from trainkit.record.columns import DDP, DP, SINGLE
 
-# Header, with its unit: the column of the comparison and the format of its numbers.
+
+class _Shown(NamedTuple):
+    """A column of the comparison, and the format of its numbers."""
+
+    column: str
+    format: str = ""
+
+
+# By their headers, with the units.
 SHOWN = {
-    "stage": ("stage", ""),
-    "devices": ("devices", "d"),
-    "nodes": ("nodes", "d"),
-    "batch": ("global_batch", "d"),
-    "variant": ("variant", ""),
-    "images/s": ("images_per_s", ".0f"),
-    "min..max": ("spread", ""),
-    "speedup": ("speedup", ".2f"),
-    "eff. %": ("efficiency_percent", ".0f"),
-    "weak eff. %": ("weak_percent", ".0f"),
-    "note": ("note", ""),
-    "doubt": ("doubt", ""),
-    "acc. %": ("test_accuracy", ".2f"),
-    "eval s": ("eval_seconds", ".2f"),
-    "wall s": ("elapsed_s", ".1f"),
-    "mem. MB": ("peak_memory_mb", ".0f"),
-    "runs": ("runs", "d"),
-    "epochs": ("epochs", ""),
+    "stage": _Shown("stage"),
+    "devices": _Shown("devices", "d"),
+    "nodes": _Shown("nodes", "d"),
+    "batch": _Shown("global_batch", "d"),
+    "variant": _Shown("variant"),
+    "images/s": _Shown("images_per_s", ".0f"),
+    "min..max": _Shown("spread"),
+    "speedup": _Shown("speedup", ".2f"),
+    "eff. %": _Shown("efficiency_percent", ".0f"),
+    "weak eff. %": _Shown("weak_percent", ".0f"),
+    "note": _Shown("note"),
+    "doubt": _Shown("doubt"),
+    "acc. %": _Shown("test_accuracy", ".2f"),
+    "eval s": _Shown("eval_seconds", ".2f"),
+    "wall s": _Shown("elapsed_s", ".1f"),
+    "mem. MB": _Shown("peak_memory_mb", ".0f"),
+    "runs": _Shown("runs", "d"),
+    "epochs": _Shown("epochs"),
 }
 # The columns that a narrow terminal omits, in this order.
-LEAST_NEEDED = ("eval s", "train s to it", "mem. MB", "epochs", "runs", "wall s")
-LEAST_NEEDED += ("min..max", "eff. %")
-TERMINAL = 120  # characters of a line
+LEAST_NEEDED = (
+    "eval s",
+    "train s to it",
+    "mem. MB",
+    "epochs",
+    "runs",
+    "wall s",
+    "min..max",
+    "eff. %",
+)
+# The columns that are left out if no row has something to say in them.
+LEFT_OUT_IF_SILENT = ("nodes", "variant", "weak eff. %", "note", "doubt")
+SILENT_CELLS = {"", "1", "-"}
+# Characters of a line of the table on a terminal.
+MOST_CHARACTERS = 120
 LEGEND = (
     "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
     "speedup, eff. %: against one device of the same kind. "
@@ -60,27 +80,23 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     """
     rows, skipped = comparison.load_some(paths)
     table = comparison.compare(comparison.summarize(rows, target))
-    shown, reasons = as_text(table, target)
-    notes = reasons + _notes(rows, skipped)
+    shown, legends = as_text(table, target)
+    notes = legends + _notes(rows, skipped)
     conclusion = verdict(table)
-    needless = [name for name in LEAST_NEEDED if name in shown]
-    for count in range(1, len(needless) + 1):
-        narrow = shown.drop(columns=needless[:count])
-        if max(map(len, page.plain(narrow).splitlines())) <= TERMINAL:
-            break
+    narrow, omitted = _for_a_terminal(shown)
     blocks = [conclusion]
-    for (dataset, model, device), section in table.groupby(comparison.SECTION_BY):
+    for (dataset, model, device), section in table.groupby(SECTION_BY):
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings = comparison.common(section)
         blocks += [f"## {title}", settings, page.markdown(shown.loc[section.index])]
         # The terminal first: it is useful even if nothing can be written.
         tell(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
-    sentences = [*notes, f"In comparison.md only: {', '.join(needless[:count])}."]
+    sentences = [*notes, f"In comparison.md only: {', '.join(omitted)}."]
     tell("\n".join(map(page.wrapped, sentences)) + "\n")
     with page.writing_to(out):
         page.write_csv(table, out / "comparison.csv")
         names = figures.draw(table, rows, out)
-        page.write(out / "comparison.md", "Comparison", [*blocks, page.listed(notes)], names)
+        page.write(out / "comparison.md", "Comparison", [*blocks, page.bullets(notes)], names)
     tell(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
     return conclusion
 
@@ -94,77 +110,202 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     Raises:
         UserError: if a folder is not there, none has runs, or `out` cannot be written to.
     """
-    tables, every, left_out = [], [], []
+    tables = []
+    rows_of_all = []
+    left_out = []
     for folder in folders:
         rows, skipped = comparison.load([folder])
-        name = str(folder)
         left_out += skipped
         if rows.empty:
-            left_out.append(f"{name} has no runs.")
-        else:
-            every.append(rows)
-            tables.append(comparison.compare(comparison.summarize(rows, target)).assign(folder=name))
+            left_out.append(f"{folder} has no runs.")
+            continue
+        rows_of_all.append(rows)
+        compared = comparison.compare(comparison.summarize(rows, target))
+        tables.append(compared.assign(folder=str(folder)))
     if not tables:
         raise UserError(f"no runs found in {', '.join(map(str, folders))}. {' '.join(left_out)}")
     table = comparison.beneath_each_other(pd.concat(tables, ignore_index=True))
-    shown, reasons = as_text(table, target)
-    shown = shown.drop(columns=set(LEAST_NEEDED) & set(shown) - {"eff. %"})
+    shown, legends = as_text(table, target)
+    omitted = [name for name in LEAST_NEEDED if name in shown and name != "eff. %"]
+    shown = shown.drop(columns=omitted)
     shown.insert(0, "folder", table.folder)
     for column, header in (("device_name", "device"), ("model", "model"), ("dataset", "dataset")):
         if table[column].nunique() > 1:
             shown.insert(1, header, table[column])
-    notes = reasons + _notes(pd.concat(every), left_out)
-    tell(f"{page.plain(shown)}\n\n" + "\n".join(map(page.wrapped, notes)) + "\n")
+    notes = legends + _notes(pd.concat(rows_of_all), left_out)
+    lines = map(page.wrapped, notes)
+    tell(f"{page.plain(shown)}\n\n" + "\n".join(lines) + "\n")
     with page.writing_to(out):
         page.write_csv(table, out / "each.csv")
-        page.write(out / "each.md", "Each folder by itself", [page.markdown(shown), page.listed(notes)])
+        blocks = [page.markdown(shown), page.bullets(notes)]
+        page.write(out / "each.md", "Each folder by itself", blocks)
     return f"Written to {out}: each.md, each.csv"
+
+
+# --- the table as text ------------------------------------------------------------------------------
 
 
 def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFrame, list[str]]:
     """Return the table with all cells as text, and the meaning of marks and columns not in every table."""
-    own = table.baseline.map(lambda stage: f"speedup against {stage} on one device: no single run is equal")
-    notes = table.why.where(table.baseline == "", own.where(table.baseline != SINGLE, ""))
-    numbers = {note: f"[{i}]" for i, note in enumerate(filter(None, notes.unique()), start=1)}
-    known, weak = table.images_per_s.notna(), table.weak_efficiency.notna()
+    notes = [_note(row) for row in table.itertuples()]
+    mark_of_note = {}
+    for note in notes:
+        if note and note not in mark_of_note:
+            mark_of_note[note] = f"[{len(mark_of_note) + 1}]"
+    # On one device the weak efficiency is the efficiency.
+    has_weak = (table.weak_efficiency.notna() & (table.devices > 1)).any()
+    spread = table.slowest.map("{:.0f}".format) + ".." + table.fastest.map("{:.0f}".format)
     table = table.assign(
-        spread=(table.slowest.map("{:.0f}".format) + ".." + table.fastest.map("{:.0f}".format)).where(known),
+        spread=spread.where(table.images_per_s.notna()),
         efficiency_percent=100 * table.efficiency,
-        # On one device it equals that of the previous column.
-        weak_percent=100 * table.weak_efficiency if (weak & (table.devices > 1)).any() else math.nan,
-        note=[numbers.get(note, "") for note in notes],
+        weak_percent=100 * table.weak_efficiency if has_weak else math.nan,
+        note=[mark_of_note.get(note, "") for note in notes],
     )
     columns = dict(SHOWN)
     if target is not None:
-        some = [f" ({row.target_runs} of {row.runs})" for row in table.itertuples()]
-        some = table.target_s.map("{:.1f}".format) + np.where(table.target_runs < table.runs, some, "")
-        table = table.assign(reached=some.where(table.target_runs > 0, "not reached"))
-        columns |= {f"s to {target:g} %": ("reached", ""), "train s to it": ("target_train_s", ".1f")}
-    shown = pd.DataFrame(
-        {
-            header: ["-" if pd.isna(value) else format(value, form) for value in table[column]]
-            for header, (column, form) in columns.items()
-        },
-        index=table.index,
-    )
-    silent = ["nodes", "variant", "weak eff. %", "note", "doubt"]
-    silent = [name for name in silent if set(shown[name]) <= {"", "1", "-"}]
-    legends = [f"{number} {note}." for note, number in numbers.items()] + trust.legend(table)
-    if "weak eff. %" not in silent:
+        table = table.assign(reached=[_reached_in_words(row) for row in table.itertuples()])
+        columns[f"s to {target:g} %"] = _Shown("reached")
+        columns["train s to it"] = _Shown("target_train_s", ".1f")
+    shown = pd.DataFrame(index=table.index)
+    for header, (column, number_format) in columns.items():
+        shown[header] = ["-" if pd.isna(value) else format(value, number_format) for value in table[column]]
+    silent = [name for name in LEFT_OUT_IF_SILENT if set(shown[name]) <= SILENT_CELLS]
+    legends = [f"{mark} {note}." for note, mark in mark_of_note.items()]
+    legends += doubts.legend(table)
+    if has_weak:
         legends.append(WEAK_LEGEND)
     if target is not None:
         legends.append(TARGET_LEGEND.format(target))
     return shown.drop(columns=silent), legends
 
 
+def _note(row: tuple) -> str:
+    """Return why a row has no speedup, or that it is against another stage than single; or ""."""
+    if not row.baseline:
+        return row.why
+    if row.baseline == SINGLE:
+        return ""
+    return f"speedup against {row.baseline} on one device: no single run is equal"
+
+
+def _reached_in_words(row: tuple) -> str:
+    """Return the seconds to the target, and how many of the runs reached it if some did not."""
+    if row.target_runs == 0:
+        return "not reached"
+    seconds = f"{row.target_s:.1f}"
+    if row.target_runs < row.runs:
+        return f"{seconds} ({row.target_runs} of {row.runs})"
+    return seconds
+
+
+def _for_a_terminal(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Leave out as many of the least needed columns as it takes, one at least; return their names too."""
+    candidates = [name for name in LEAST_NEEDED if name in shown]
+    omitted = []
+    for name in candidates:
+        omitted.append(name)
+        shown = shown.drop(columns=name)
+        if max(map(len, page.plain(shown).splitlines())) <= MOST_CHARACTERS:
+            break
+    return shown, omitted
+
+
 def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
-    notes, versions = [LEGEND], sorted(set(rows.torch_version))
+    notes = [LEGEND]
     if "synthetic" in set(rows.dataset):
         notes.append("SYNTHETIC DATA: generated digits, NOT MNIST. Its accuracies say nothing about MNIST.")
-    devices = filter(comparison.is_cpu, sorted(set(rows.device_name)))
-    notes += [f"{name}: CPU workers standing in for GPUs." for name in devices]
-    slow = rows[rows.slow_rank != ""].drop_duplicates("run_id")
-    notes += [f"In {row.run_id} {row.slow_rank}." for row in slow.itertuples()]
+    for device_name in sorted(set(rows.device_name)):
+        if is_cpu(device_name):
+            notes.append(f"{device_name}: CPU workers standing in for GPUs.")
+    for row in rows[rows.slow_rank != ""].drop_duplicates("run_id").itertuples():
+        notes.append(f"In {row.run_id} {row.slow_rank}.")
+    versions = sorted(set(rows.torch_version))
     if len(versions) > 1:
         notes.append(f"The runs mix PyTorch versions: {', '.join(versions)}.")
     return notes + [f"Skipped: {sentence}" for sentence in skipped]
+
+
+# --- the verdict ------------------------------------------------------------------------------------
+
+
+def verdict(table: pd.DataFrame) -> str:
+    """Say what the comparison (from `compare`) shows at its largest counts, and whether to doubt it."""
+    clauses = []
+    for values, section in table.groupby(SECTION_BY):
+        named = [
+            value for value, column in zip(values, SECTION_BY, strict=True) if table[column].nunique() > 1
+        ]
+        present = set(section.stage)
+        own_trainings = sorted(present - set(TUTORIAL_STAGES))
+        # With trainings of one's own, no stage of the tutorial is missed.
+        judged = [stage for stage in (DDP, DP) if stage in present or not own_trainings]
+        judged += own_trainings
+        clause = "; ".join(_judge(stage, section[section.stage == stage]) for stage in judged)
+        if named:
+            clause = f"on {', '.join(named)}: {clause}"
+        clauses.append(clause)
+    text = "; ".join(clauses) + "."
+    doubtful = doubts.sentence(table)
+    if doubtful:
+        text += f" {doubtful}"
+    # The name of a training of one's own stays unchanged.
+    if text.startswith(("there ", "on ")):
+        return text[0].upper() + text[1:]
+    return text
+
+
+def _judge(stage: str, rows: pd.DataFrame) -> str:
+    """Return the clause of the verdict on a stage."""
+    name = stage_name(stage)
+    is_one_process = stage == DP or (rows.world_size < rows.devices).any()
+    unit = "device" if is_one_process else "worker"
+    on_several = rows[rows.devices > 1]
+    if rows.empty:
+        return f"there is no {name} run"
+    if on_several.empty:
+        return f"{name} had only one {unit} and cannot be judged here"
+    units = f"CPU {unit}s" if is_cpu(rows.device_name.iloc[0]) else f"{unit}s"
+    strong = on_several[on_several.speedup.notna()]
+    weak = on_several[on_several.weak_efficiency.notna()]
+    if strong.empty and weak.empty:
+        why = on_several.why.iloc[0] if on_several.why.nunique() == 1 else "for the reasons noted"
+        return f"{name} on {on_several.devices.max()} {units} cannot be judged here ({why})"
+    clauses = []
+    if not strong.empty:
+        speedups = _best_and_worst(strong, name, batch="global batch {0.global_batch}")
+        clauses.append(f"on {strong.devices.max()} {units} trained {speedups}")
+    if not weak.empty:
+        as_strong = weak.assign(
+            speedup=weak.weak_efficiency * weak.devices,
+            efficiency=weak.weak_efficiency,
+            baseline=weak.weak_baseline,
+        )
+        speedups = _best_and_worst(as_strong, name, batch="batch {0.batch_per_device} on each")
+        clauses.append(f"in weak scaling on {weak.devices.max()} {units} trained {speedups}")
+    return f"{name} {', and '.join(clauses)}"
+
+
+def _best_and_worst(rows: pd.DataFrame, name: str, batch: str) -> str:
+    """Describe the speedup at the largest device count of `rows`, at best and at worst.
+
+    `batch` is a template for the batch of a row, which is equal in its baseline.
+    """
+    at_largest_count = rows[rows.devices == rows.devices.max()].sort_values("speedup", ascending=False)
+    best, worst = at_largest_count.iloc[0], at_largest_count.iloc[-1]
+    baseline = "single" if best.baseline == SINGLE else f"{name} on one"
+    text = f"{best.speedup:.2f}x as fast as {baseline} ({_efficiency_in_words(best, batch)})"
+    if len(at_largest_count) > 1:
+        text += f" at best, {worst.speedup:.2f}x at worst ({_efficiency_in_words(worst, batch)})"
+    if best.speedup < 1:
+        text += ", which is slower than one"
+    return text
+
+
+def _efficiency_in_words(row: pd.Series, batch: str) -> str:
+    """Return the efficiency of a row, and what it was measured at."""
+    circumstances = [batch.format(row), row.variant]
+    if row.nodes > 1:
+        circumstances.append(f"{row.nodes} nodes")
+    if row.doubt:
+        circumstances.append(f"doubt {row.doubt}")
+    return f"{100 * row.efficiency:.0f} % efficiency at {', '.join(filter(None, circumstances))}"

@@ -4,35 +4,44 @@ The columns of `IN_WORDS` hold words, `name=value` or a name alone (training/ide
 """
 
 import math
+from dataclasses import dataclass
 from itertools import combinations
 
 import pandas as pd
 
 IN_WORDS = ("optimizer", "network", "schedule", "arguments")
-# Shares of the largest learning rate. Within a configuration, whose steps are the same; between two, whose
-# epochs may begin at another point of the schedule.
-SAME_RATE, LIKE_RATE = 1e-3, 0.05
-ON_ITS_OWN = "ReduceLROnPlateau"  # changes the rate by the losses, which differ between seeds
-MOST_RATES = 4  # in words; of longer trainings only those that tell them apart
+# Relative to the largest learning rate. The first is for runs of one configuration, whose steps are the same,
+# the second for two configurations, whose epochs may begin at another point of the schedule.
+SAME_RATE = 1e-3
+LIKE_RATE = 0.05
+# The schedule that changes the rate by the losses, which differ between seeds.
+BY_LOSSES = "ReduceLROnPlateau"
+# Rates of a schedule that are all named; of longer trainings only those that tell them apart.
+MOST_RATES = 4
+
+# The learning rate of each epoch.
+Rates = dict[int, float]
 
 
-def apart(name: str, texts: list[str]) -> dict[str, str]:
+def words_that_differ(column: str, texts: list[str]) -> dict[str, str]:
     """Return for each text of a column the words that tell it from the others; "" for an empty one."""
-    words = {text: text.split(" ") if text else [] for text in texts}
-    of_kind: dict[str, list[set[str]]] = {}
-    for text in words:
-        of_kind.setdefault(_kind(name, text), []).append(set(words[text]))
-    told = {}
-    for text, own in words.items():
-        kind = _kind(name, text)
-        shared = set.intersection(*of_kind[kind])
-        differ = [word for word in own if word not in shared]
-        if len(of_kind) > 1 and kind:
-            differ = [kind, *(word for word in differ if word != kind)]
-        if name == "network":  # its digest says nothing to a person: see `structure`
-            differ = [word for word in differ if not word.startswith("structure=")]
-        told[text] = " ".join(_readable(name, word) for word in differ)
-    return told
+    words_of = {text: text.split(" ") if text else [] for text in texts}
+    kinds = {_kind(column, text) for text in texts}
+    differing = {}
+    for text, words in words_of.items():
+        kind = _kind(column, text)
+        of_same_kind = [set(words_of[other]) for other in texts if _kind(column, other) == kind]
+        shared = set.intersection(*of_same_kind)
+        if len(kinds) > 1 and kind:
+            # The kind itself is what differs, and comes first.
+            words = [kind, *(word for word in words if word not in shared and word != kind)]
+        else:
+            words = [word for word in words if word not in shared]
+        if column == "network":
+            # The digest says nothing to a person: see `structure`.
+            words = [word for word in words if not word.startswith("structure=")]
+        differing[text] = " ".join(_readable(column, word) for word in words)
+    return differing
 
 
 def structure(network: str) -> str:
@@ -40,16 +49,27 @@ def structure(network: str) -> str:
     return f" structure {network.rpartition('=')[2]}" if network else ""
 
 
-def _kind(name: str, text: str) -> str:
+def _kind(column: str, text: str) -> str:
     """Return the class of an optimizer or a schedule: only words within a class are told from each other."""
-    return text.partition(" ")[0] if name in ("optimizer", "schedule") else ""
+    return text.partition(" ")[0] if column in ("optimizer", "schedule") else ""
 
 
-def _readable(name: str, word: str) -> str:
+def _readable(column: str, word: str) -> str:
+    """Return a word of a column as a person reads it, as `momentum 0.9` for `momentum=0.9`."""
     key, _, value = word.partition("=")
-    if name == "network":
+    if column == "network":
         return f"{value} {key}"
-    return word if name == "arguments" and not word.startswith("-") else word.replace("=", " ", 1)
+    if column == "arguments" and not word.startswith("-"):
+        return word
+    return word.replace("=", " ", 1)
+
+
+@dataclass
+class _RunsWithRates:
+    """Runs of one configuration with the same learning rates, and the rates of the longest of them."""
+
+    rates: Rates
+    run_ids: list[str]
 
 
 def split_by_rates(rows: pd.DataFrame, configuration: list[str]) -> pd.DataFrame:
@@ -58,25 +78,34 @@ def split_by_rates(rows: pd.DataFrame, configuration: list[str]) -> pd.DataFrame
     A Recorder need not know the schedule, and some consist of functions. Runs that have only trained for
     fewer epochs are not told apart.
     """
-    known = (rows.optimizer != "") & ~rows.schedule.str.startswith(ON_ITS_OWN)
+    known = (rows.optimizer != "") & ~rows.schedule.str.startswith(BY_LOSSES)
     for _, runs in rows[known].groupby(configuration):
-        of_run = {run_id: _rates(run) for run_id, run in runs.groupby("run_id")}
-        kinds: list[tuple[dict[int, float], list[str]]] = []  # the longest run's rates, and all runs
-        for run_id in sorted(of_run, key=lambda run_id: -len(of_run[run_id])):
-            rates = of_run[run_id]
-            like = (kind for kind in kinds if not _differ_at(kind[0], rates, SAME_RATE))
-            kind = next(like, None)
-            if kind is None:
-                kind = rates, []
-                kinds.append(kind)
-            kind[1].append(run_id)
-        pairs = combinations([rates for rates, _ in kinds], 2)
-        telling = {_differ_at(one, other, SAME_RATE)[0] for one, other in pairs}
-        if telling:
-            for rates, run_ids in kinds:
-                told = f"{runs.schedule.iloc[0]} rates={_in_words(rates, telling)}".strip()
-                rows.loc[rows.run_id.isin(run_ids), "schedule"] = told
+        groups = _group_by_rates(runs)
+        # For each pair the first epoch in which they differ.
+        telling_epochs = {
+            _differing_epochs(one.rates, other.rates, SAME_RATE)[0] for one, other in combinations(groups, 2)
+        }
+        if telling_epochs:
+            for group in groups:
+                rates = _rates_in_words(group.rates, telling_epochs)
+                in_words = f"{runs.schedule.iloc[0]} rates={rates}".strip()
+                rows.loc[rows.run_id.isin(group.run_ids), "schedule"] = in_words
     return rows
+
+
+def _group_by_rates(runs: pd.DataFrame) -> list[_RunsWithRates]:
+    """Group the runs of one configuration by their learning rates, the longest runs first."""
+    rates_of = {run_id: _rates(run) for run_id, run in runs.groupby("run_id")}
+    groups: list[_RunsWithRates] = []
+    for run_id in sorted(rates_of, key=lambda run_id: -len(rates_of[run_id])):
+        rates = rates_of[run_id]
+        for group in groups:
+            if not _differing_epochs(group.rates, rates, SAME_RATE):
+                group.run_ids.append(run_id)
+                break
+        else:
+            groups.append(_RunsWithRates(rates, [run_id]))
+    return groups
 
 
 def rates_as_text(rows: pd.DataFrame) -> str:
@@ -85,38 +114,47 @@ def rates_as_text(rows: pd.DataFrame) -> str:
     They are divided by its learning rate, so that those of a scaling rule are equal. "" if they follow from a
     recipe or from the losses.
     """
-    if not rows.optimizer.iloc[0] or rows.schedule.iloc[0].startswith(ON_ITS_OWN):
+    if not rows.optimizer.iloc[0] or rows.schedule.iloc[0].startswith(BY_LOSSES):
         return ""
     lr = pd.to_numeric(rows.lr.iloc[0], errors="coerce")
-    lr = lr if lr > 0 else 1.0
+    if not lr > 0:
+        lr = 1.0
     return " ".join(f"{epoch}:{rate / lr:.6g}" for epoch, rate in _rates(rows).items())
 
 
-def other_rates(of_one: str, of_other: str) -> bool:
+def other_rates(one: str, other: str) -> bool:
     """Return whether two `rates_as_text` differ at equal epochs; False if one is unknown."""
-    rates = [
-        {int(epoch): float(rate) for epoch, rate in (word.split(":") for word in text.split())}
-        for text in (of_one, of_other)
-    ]
-    if len(common := rates[0].keys() & rates[1].keys()) > 1:
+    rates_of_one, rates_of_other = _parse_rates(one), _parse_rates(other)
+    common = rates_of_one.keys() & rates_of_other.keys()
+    if len(common) > 1:
         # The first step of a warm-up depends on the number of steps.
-        rates = [{epoch: one[epoch] for epoch in common if epoch > 1} for one in rates]
-    return bool(_differ_at(*rates, LIKE_RATE))
+        later = sorted(common - {1})
+        rates_of_one = {epoch: rates_of_one[epoch] for epoch in later}
+        rates_of_other = {epoch: rates_of_other[epoch] for epoch in later}
+    return bool(_differing_epochs(rates_of_one, rates_of_other, LIKE_RATE))
 
 
-def _rates(rows: pd.DataFrame) -> dict[int, float]:
+def _parse_rates(text: str) -> Rates:
+    rates = {}
+    for word in text.split():
+        epoch, rate = word.split(":")
+        rates[int(epoch)] = float(rate)
+    return rates
+
+
+def _rates(rows: pd.DataFrame) -> Rates:
     return rows.groupby("epoch").learning_rate.first().to_dict()
 
 
-def _differ_at(one: dict[int, float], other: dict[int, float], share: float) -> list[int]:
+def _differing_epochs(one: Rates, other: Rates, tolerance: float) -> list[int]:
     """List the epochs of both in which the rates differ by more than a share of the largest one."""
     largest = max([*one.values(), *other.values()], default=math.nan)
     common = sorted(one.keys() & other.keys())
-    return [epoch for epoch in common if abs(one[epoch] - other[epoch]) > share * largest]
+    return [epoch for epoch in common if abs(one[epoch] - other[epoch]) > tolerance * largest]
 
 
-def _in_words(rates: dict[int, float], telling: set[int]) -> str:
+def _rates_in_words(rates: Rates, telling_epochs: set[int]) -> str:
     if len(rates) <= MOST_RATES:
-        return ",".join(f"{rate:.4g}" for _, rate in sorted(rates.items()))
-    named = sorted({min(rates), *telling} & rates.keys())
-    return ",".join(f"epoch-{epoch}:{rates[epoch]:.4g}" for epoch in named)
+        return ",".join(f"{rates[epoch]:.4g}" for epoch in sorted(rates))
+    named = {min(rates), *telling_epochs} & rates.keys()
+    return ",".join(f"epoch-{epoch}:{rates[epoch]:.4g}" for epoch in sorted(named))

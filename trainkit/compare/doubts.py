@@ -1,0 +1,152 @@
+"""Which rows of a comparison are doubtful, why, and what to do about it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from trainkit.compare import variants
+from trainkit.record.columns import DDP
+
+# Measured epochs of a row or of its baseline: the warm-up is not among them.
+FEWEST_EPOCHS = 2
+# An efficiency above this share means that the baseline, or the row, was disturbed.
+MOST_EFFICIENCY = 1.05
+# The largest relative difference of one DDP worker and stage single, which do the same work.
+MOST_DIFFERENCE = 0.1
+
+# A row of a comparison, as `DataFrame.itertuples` gives it.
+TableRow = tuple
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A reason to doubt a speed.
+
+    Args:
+        mark: its letter in the table.
+        problem: what it says of the measurement.
+        evidence: how it shows.
+        remedy: what helps.
+        holds: returns whether it holds for a row, given its baselines, the rows on one device.
+    """
+
+    mark: str
+    problem: str
+    evidence: str
+    remedy: str
+    holds: Callable[[TableRow, list[TableRow]], bool]
+
+
+def _was_not_quiet(row: TableRow, baselines: list[TableRow]) -> bool:
+    for one in baselines:
+        speedup = row.images_per_s / one.images_per_s
+        if speedup > MOST_EFFICIENCY * row.devices:
+            return True
+        if row.stage == DDP and row.devices == 1 and abs(speedup - 1) > MOST_DIFFERENCE:
+            return True
+    return False
+
+
+def _has_too_few_epochs(row: TableRow, baselines: list[TableRow]) -> bool:
+    return any(run.steady_epochs < FEWEST_EPOCHS for run in [row, *baselines])
+
+
+def _scatters(row: TableRow, baselines: list[TableRow]) -> bool:
+    if row.devices == 1:
+        return False
+    for one in baselines:
+        spread = max(row.fastest - row.slowest, one.fastest - one.slowest)
+        if spread > abs(row.images_per_s - one.images_per_s):
+            return True
+    return False
+
+
+def _has_other_rates(row: TableRow, baselines: list[TableRow]) -> bool:
+    return any(variants.other_rates(row.rates, one.rates) for one in baselines)
+
+
+def _has_other_arguments(row: TableRow, baselines: list[TableRow]) -> bool:
+    return any(row.arguments != one.arguments for one in baselines if one.stage == row.stage)
+
+
+def _has_several_scripts(row: TableRow, baselines: list[TableRow]) -> bool:
+    digests = set(row.scripts.split())
+    for one in baselines:
+        if one.stage == row.stage:
+            digests.update(one.scripts.split())
+    return len(digests) > 1
+
+
+# In the order of the marks in the table.
+DOUBTS = (
+    Doubt(
+        mark="q",
+        problem="the machine was not quiet",
+        evidence="one DDP worker differs by more than 10 % from single, whose work it does, or an efficiency "
+        "passes 105 %",
+        remedy="measure again with --repeats 3, on an idle machine or own nodes (export "
+        "SBATCH_EXCLUSIVE=exclusive)",
+        holds=_was_not_quiet,
+    ),
+    Doubt(
+        mark="e",
+        problem="too little was measured",
+        evidence="fewer than two epochs after the warm-up, of the row or of its run on one device",
+        remedy="give --epochs 3 or more",
+        holds=_has_too_few_epochs,
+    ),
+    Doubt(
+        mark="s",
+        problem="the measurements scatter",
+        evidence="min..max, of the row or of its run on one device, is wider than the difference of the two",
+        remedy="give more --epochs and --repeats 3, on an idle machine or own nodes",
+        holds=_scatters,
+    ),
+    Doubt(
+        mark="r",
+        problem="the learning rates differ",
+        evidence="at equal epochs they are not those of its run on one device, so neither is the training",
+        remedy="have the schedule count samples or epochs, not steps of all ranks",
+        holds=_has_other_rates,
+    ),
+    Doubt(
+        mark="a",
+        problem="the arguments differ",
+        evidence="its script had other arguments than that of its run on one device, which no other column "
+        "explains",
+        remedy="give both the same, but for what belongs to the number of devices",
+        holds=_has_other_arguments,
+    ),
+    Doubt(
+        mark="c",
+        problem="the script was changed",
+        evidence="the script's text is not the same in all runs of the row, or in its run on one device",
+        remedy="run all with one version of it",
+        holds=_has_several_scripts,
+    ),
+)
+
+
+def marks(row: TableRow, baselines: list[TableRow]) -> str:
+    """Return the marks of a row of a comparison; `baselines` are the rows on one device."""
+    return "".join(doubt.mark for doubt in DOUBTS if doubt.holds(row, baselines))
+
+
+def legend(table: pd.DataFrame) -> list[str]:
+    """Return what each mark in the table means, a line each."""
+    return [f"doubt {doubt.mark}: {doubt.problem} ({doubt.evidence})." for doubt in _doubts_in(table)]
+
+
+def sentence(table: pd.DataFrame) -> str:
+    """Name the rows whose speeds are not to be relied on, and what to do; "" if no row is marked."""
+    reasons = [
+        f"{doubt.problem} (rows with doubt {doubt.mark}): {doubt.remedy}" for doubt in _doubts_in(table)
+    ]
+    if not reasons:
+        return ""
+    return f"Do not rely on every speed: {'; '.join(reasons)}, in runs of your own."
+
+
+def _doubts_in(table: pd.DataFrame) -> list[Doubt]:
+    return [doubt for doubt in DOUBTS if table.doubt.str.contains(doubt.mark).any()]
