@@ -1,13 +1,23 @@
 """Train the classic MNIST network with one process per GPU, on any number of nodes, in plain PyTorch.
 
+It saves its whole state as it goes, and when a signal says that its time is over. Started again, it resumes,
+and reaches the losses of a training that was never stopped.
+
 Try: torchrun --standalone --nproc-per-node=2 plain_ddp.py --epochs 2
 """
 
 import argparse
+import multiprocessing
 import os
+import random
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,6 +27,12 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import datasets, transforms
 
 DATA = Path(__file__).resolve().parents[1] / "data"  # where `make data` puts MNIST
+# The folder of the job, the same when the job comes back from the queue; by hand the one you are in.
+FOLDER = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
+# Slurm sends USR2 a minute before the time limit, if the job script has `#SBATCH --signal=USR2@60`, and
+# SIGTERM at the limit and when it preempts the job. Without a handler each of them ends Python.
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+CHECK_STEPS = 10  # after so many steps the ranks ask each other whether to stop
 
 
 class Net(nn.Module):
@@ -37,13 +53,79 @@ class Net(nn.Module):
         return self.fc2(self.dropout2(x))
 
 
+class ResumableSampler(DistributedSampler):
+    """A DistributedSampler that leaves out the first `done` samples of the epoch, which were trained on."""
+
+    done = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self.done, None)
+
+
+def obey_the_trainer(_worker: int) -> None:
+    """In a loader worker, end when the training process says so (SIGTERM), but not when Slurm does.
+
+    Slurm signals all processes of a job. A worker that ended by that would end the training, unsaved.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    trainer = multiprocessing.parent_process().pid
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def must_stop(signals_received: list[int], device: torch.device) -> bool:
+    """Return whether any rank has received a signal: all get the same answer, and stop together."""
+    received = torch.tensor(len(signals_received), device=device)
+    dist.all_reduce(received)
+    return received.item() > 0
+
+
+def random_states(device: torch.device) -> dict[str, object]:
+    """Return the state of every source of random numbers, in types that torch.load accepts as weights."""
+    name, keys, *position = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *position),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_states(states: dict[str, object], device: torch.device) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def write_whole(state: dict[str, object], path: Path) -> None:
+    """Write the file whole or not at all: if this process is killed meanwhile, the one before it is left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".new")
+    with unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())  # it has to be on the disk before it replaces the other
+    unfinished.replace(path)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     parser.add_argument("--num-workers", type=int, default=4, help="processes that load images, at most")
+    parser.add_argument("--save-every", type=int, default=500, help="steps from one checkpoint to the next")
     options = parser.parse_args()
+    signals_received = []
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, lambda number, _: signals_received.append(number))
 
     # 1. Take the GPU of this process (number 0 if it sees no other), then meet the others.
     if torch.cuda.is_available():
@@ -55,52 +137,120 @@ def main() -> None:
         dist.init_process_group("gloo")
     rank = dist.get_rank()
     ranks = dist.get_world_size()
-    assert options.batch_size % ranks == 0, f"--batch-size has to divide among {ranks} ranks"
     torch.manual_seed(1 + rank)  # so that each rank drops different neurons
+    torch.set_float32_matmul_precision("high")  # GPUs that have TF32 multiply float32 matrices in it
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
+    if not Path(options.data_dir, "MNIST").is_dir():
+        raise SystemExit(f"there is no MNIST in {options.data_dir}: `make data` in the top folder fetches it")
     normal = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
     train_set = datasets.MNIST(options.data_dir, train=True, transform=normal)
     test_set = datasets.MNIST(options.data_dir, train=False, transform=normal)
     # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
     num_workers = min(options.num_workers, len(os.sched_getaffinity(0)) - 1)
+    worker_seeds = torch.Generator()  # of its own, or the loaders would draw from the numbers of the dropout
     loading = {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,  # they serve all epochs
         "pin_memory": device.type == "cuda",  # the GPU can fetch such a batch by itself (non_blocking)
+        "worker_init_fn": obey_the_trainer,
+        "generator": worker_seeds,
     }
     # 2. Take a share of every batch, and of the test images.
-    sampler = DistributedSampler(train_set, drop_last=True)
-    test_share = Subset(test_set, range(rank, len(test_set), ranks))
+    if options.batch_size % ranks:
+        raise SystemExit(f"--batch-size {options.batch_size} does not divide among {ranks} ranks")
+    sampler = ResumableSampler(train_set, num_replicas=ranks, rank=rank, drop_last=True)
     batch_size = options.batch_size // ranks
+    test_set = Subset(test_set, range(rank, len(test_set), ranks))
     train_batches = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loading)
-    test_batches = DataLoader(test_share, batch_size=1000, **loading)
+    test_batches = DataLoader(test_set, batch_size=1000, **loading)
+    steps = len(train_batches)
+    if steps == 0:
+        raise SystemExit(f"--batch-size {options.batch_size}: there are only {len(train_set)} images")
 
     model = Net().to(device)
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    losses = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
+
+    checkpoint = FOLDER / "checkpoints" / "plain_ddp.pt"
+    # What has a state_dict. A GradScaler or averaged weights would belong here, too.
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    settings = {"ranks": ranks, "batch size": options.batch_size, "weights": weights}
+
+    def save(epoch: int, step: int) -> None:
+        """Save all that a resume needs: `step` steps of `epoch` are done."""
+        own = {"losses": losses.item(), "random": random_states(device)}
+        of_ranks = [None] * ranks
+        dist.all_gather_object(of_ranks, own)
+        if rank == 0:
+            state = {name: part.state_dict() for name, part in parts.items()}
+            state |= {"settings": settings, "epoch": epoch, "step": step, "of_ranks": of_ranks}
+            write_whole(state, checkpoint)
+        dist.barrier()  # a rank that ended now could have rank 0 ended before the file is written
+
+    first_epoch = 1
+    step = 0
+    if checkpoint.exists():
+        # To the CPU, where random states have to be. Each part moves its own tensors to its device.
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        if saved.get("settings") != settings:
+            raise SystemExit(f"{checkpoint} has {saved.get('settings')}, not {settings}: move it away")
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        own = saved["of_ranks"][rank]
+        losses.fill_(own["losses"])
+        set_random_states(own["random"], device)
+        first_epoch = saved["epoch"]
+        step = saved["step"]
+    # All ranks have to begin at the same step, or they would wait for each other without end.
+    begins = [None] * ranks
+    dist.all_gather_object(begins, (first_epoch, step))
+    if len(set(begins)) > 1:
+        raise SystemExit(f"not all ranks see the same {checkpoint}: it has to be on a disk that they share")
+    if rank == 0 and checkpoint.exists():
+        print(f"resumed from {checkpoint}: epoch {first_epoch}, {step} of {steps} steps done")
+    if rank == 0 and first_epoch > options.epochs:
+        print(f"there is nothing left to do: --epochs {options.epochs}")
+
     # 3. Average the gradients over all ranks in every backward pass.
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
 
-    for epoch in range(1, options.epochs + 1):
+    for epoch in range(first_epoch, options.epochs + 1):
         sampler.set_epoch(epoch)  # a new order in every epoch
+        sampler.done = step * batch_size
+        worker_seeds.manual_seed(epoch * ranks + rank)
         model.train()
-        losses = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
+        to_train = (steps - step) * options.batch_size
         started = time.perf_counter()
         for images, labels in train_batches:
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
-            loss = F.cross_entropy(ddp(images), labels)
+            with torch.autocast(device.type, torch.bfloat16, enabled=has_bf16):
+                loss = F.cross_entropy(ddp(images), labels)
             loss.backward()
             optimizer.step()
             losses += loss.detach() * len(images)
-        dist.all_reduce(losses)  # 4. Report for all ranks, at the pace of the slowest.
-        trained = len(train_batches) * options.batch_size
-        mean = losses.item() / trained  # item() waits for the GPU, so the clock counts all of its work
-        speed = trained / (time.perf_counter() - started)
+            step += 1
+            stop = step % CHECK_STEPS == 0 and must_stop(signals_received, device)
+            if stop or step % options.save_every == 0:
+                save(epoch, step)
+            if stop:
+                if rank == 0:
+                    print(f"saved and stopped in epoch {epoch} after {step} of {steps} steps")
+                    (FOLDER / "stopped").touch()  # the job script sends the job back to the queue
+                dist.destroy_process_group()
+                return
+        # 4. Report for all ranks, at the pace of the slowest.
+        dist.all_reduce(losses)
+        mean = losses.item() / (steps * options.batch_size)  # item() waits for the GPU: all its work is timed
+        speed = to_train / (time.perf_counter() - started)
 
         model.eval()
         counts = torch.zeros(2, device=device)  # of right answers, and of images
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=has_bf16):
             for images, labels in test_batches:
                 images = images.to(device, non_blocking=True)
                 labels = labels.to(device, non_blocking=True)
@@ -108,10 +258,12 @@ def main() -> None:
                 counts[1] += len(labels)
         dist.all_reduce(counts)
         right, tested = counts.tolist()
-        if rank > 0:
-            continue
-        print(f"epoch {epoch}: loss {mean:.4f}, {right:.0f} of {tested:.0f} right, {speed:.0f} images/s")
-        torch.save(model.state_dict(), "plain.pt")
+        if rank == 0:
+            print(f"epoch {epoch}: loss {mean:.4f}, {right:.0f} of {tested:.0f} right, {speed:.0f} images/s")
+        schedule.step()
+        losses.zero_()
+        step = 0
+        save(epoch + 1, step)
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # plain_ddp.py on two nodes with four GPUs each, with nothing of the kit: sbatch plain_slurm.sh --epochs 2
-# For a script of yours, put its name in the last line. What makes your Python ready (module load, conda activate)
-# goes before srun, unless you have done it in the shell that you call sbatch from.
+# For a script of yours, put its name in place of plain_ddp.py. What makes your Python ready (module load, conda
+# activate) goes before srun, unless you have done it in the shell that you call sbatch from.
 
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4       # one process per GPU:
@@ -9,8 +9,16 @@
 #SBATCH --cpus-per-task=4         # CPU cores for each process: one for itself, three that load images
 #SBATCH --mem=32G                 # of each node
 #SBATCH --time=00:30:00
+#SBATCH --signal=USR2@60          # so long before the limit the ranks get USR2: they save and stop
+#SBATCH --requeue                 # the job may go back to the queue,
+#SBATCH --open-mode=append        # and goes on in the same log
 
 set -euo pipefail
+# The job has a folder, the same when it comes back from the queue. The script saves there, and finds it in this variable.
+# To resume the training of job 123 in a new job: TRAINKIT_JOB_DIR=job-123 sbatch plain_slurm.sh
+export TRAINKIT_JOB_DIR=${TRAINKIT_JOB_DIR:-job-$SLURM_JOB_ID}
+mkdir -p "$TRAINKIT_JOB_DIR"
+rm -f "$TRAINKIT_JOB_DIR/stopped"
 # Where the ranks meet: the first node, and a port that no other job on it has.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
@@ -25,3 +33,6 @@ export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
     exec python -u plain_ddp.py "$@"' bash "$@"
+
+# A training that the signal has stopped has saved, and left this note. The job waits in the queue, and starts again.
+if [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then scontrol requeue "$SLURM_JOB_ID"; fi

@@ -2,7 +2,6 @@
 
 import argparse
 import runpy
-import signal
 import sys
 from pathlib import Path
 
@@ -48,7 +47,8 @@ TRAININGS = {
     f"{BEYOND}/vae_counts.py": "--graph",
 }
 SUBMIT = "--cpus-per-gpu --dry-run --gpus --local --nodes --partition --plain --script --time --wait"
-PLAIN = "--batch-size --data-dir --epochs --num-workers"
+LOOP = "--batch-size --data-dir --epochs --num-workers"
+PLAIN = f"{LOOP} --save-every"
 OTHERS = {
     "01_singlegpu/plain.py": PLAIN,
     "01_singlegpu/exercises/check.py": "",
@@ -57,9 +57,8 @@ OTHERS = {
     "02_multigpu_dp/submit.py": SUBMIT,
     "03_multigpu_ddp/exercises/check.py": "",
     "03_multigpu_ddp/plain_ddp.py": PLAIN,
-    "03_multigpu_ddp/plain_resume.py": f"{PLAIN} --save-every",
     "03_multigpu_ddp/submit.py": SUBMIT,
-    f"{BEYOND}/recorded.py": PLAIN,
+    f"{BEYOND}/recorded.py": LOOP,
     "results/compare.py": "--batch-size --epochs --local --out --repeats --train-size --workers",
     "results/how_many_gpus.py": """
         --batch-size --budget --deadline --epochs --gpus --gpus-per-node --json --min-efficiency --out
@@ -141,7 +140,6 @@ def test_every_option_is_listed(script: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(argparse._ActionsContainer, "add_argument", listing)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
     monkeypatch.setattr(sys, "argv", [script])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # plain_resume.py takes signals at its import
     monkeypatch.syspath_prepend((REPOSITORY / script).parent)
     with pytest.raises(Listed):
         runpy.run_path(str(REPOSITORY / script), run_name="__main__")
