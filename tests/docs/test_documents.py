@@ -119,9 +119,22 @@ def test_the_files_to_open_for_a_change_are_there() -> None:
     assert not [name for name in named if not (REPOSITORY / name).exists()]
 
 
-def test_the_glossary_is_in_order() -> None:
-    terms = re.findall(r"^## (.+)$", (REPOSITORY / "GLOSSARY.md").read_text(), re.MULTILINE)
-    assert len(terms) > 50 and terms == sorted(terms, key=str.lower)
+def test_the_list_of_promises_is_up_to_date() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    table = text.partition("## The promises")[2].partition("\n## ")[0]
+    promises = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(promises) >= 20
+    for promise in promises:
+        _, _, page, tests, _ = promise.split("|")
+        assert re.search(r"\]\([\w./-]+\.md#[\w-]+\)", page), (
+            promise
+        )  # test_links_lead_somewhere looks for its heading
+        held_by = re.findall(r"`(\w+\.py)`: (`\w+`(?:, `\w+`)*)", tests)
+        assert held_by, promise
+        for file, names in held_by:
+            (path,) = REPOSITORY.glob(f"tests/*/{file}")
+            for name in re.findall(r"\w+", names):
+                assert f"\ndef {name}(" in path.read_text(), name
 
 
 def test_from_one_stage_to_the_next_little_changes() -> None:
@@ -161,6 +174,7 @@ def _commands() -> list[tuple[Path, str]]:
     return [(readme, line) for readme, line in lines if line and line[0] != "#"]
 
 
+@pytest.mark.usefixtures("mnist_dir")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("readme", "command"),
@@ -217,27 +231,11 @@ def test_bench_measures_the_ladder(forking: Forking) -> None:
     assert float(done.stdout) > 0
 
 
-def test_the_minutes_of_a_lesson_are_those_of_its_words() -> None:
-    """At 130 words a minute, without code."""
-    said = {
-        page: re.search(r"^- \*\*Minutes:\*\* (\d+) to read", page.read_text(), re.M)
-        for page in lessons.files("0*.md")
-    }
-    assert {page.parent.name for page in said if said[page]} >= {path.parent.name for path in STAGES.values()}
-    for page, minutes in said.items():
-        if minutes:
-            words = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE).split()
-            assert abs(int(minutes[1]) - len(words) / 130) <= 1, page
-
-
-def test_the_timetables_add_up_and_name_every_exercise() -> None:
+def test_the_timetable_names_every_exercise() -> None:
     text = (REPOSITORY / "INSTRUCTORS.md").read_text()
     table = text.partition("| section |")[2].partition("\n\n")[0]
-    rows = [line.split("|")[1:-1] for line in table.splitlines()[2:]]
-    minutes = [[int(cell.strip() or 0) for cell in row[1:]] for row in rows]
-    assert [sum(column) for column in zip(*minutes[:-1], strict=True)] == minutes[-1]
-    sections = [row[0] for row in rows if row[0].startswith(" exercise")]
-    named = [name for section in sections for name in re.findall(r"`(\w+)`", section)]
+    exercises = [line for line in table.splitlines() if line.startswith("| exercise")]
+    named = [name for line in exercises for name in re.findall(r"`(\w+)`", line)]
     folders = sorted(REPOSITORY.glob("0*/exercises/*/check.py"))
     assert named == [path.parent.name.partition("_")[2] for path in folders]
 
@@ -266,19 +264,8 @@ def test_the_lines_that_a_lesson_compares_stand_in_the_job_scripts() -> None:
 @pytest.mark.parametrize(
     "path", lessons.files("*/pictures/*.svg"), ids=lambda path: str(path.relative_to(REPOSITORY))
 )
-def test_a_picture_has_a_title_and_nothing_outside(path: Path) -> None:
-    root = ElementTree.fromstring(path.read_text())
-    width, height = int(root.get("width")), int(root.get("height"))
-    assert root.find("{*}title").text
-    for rect in root.findall("{*}rect"):
-        x, y, wide, high = (float(rect.get(side, 0)) for side in ("x", "y", "width", "height"))
-        assert 0 <= x <= x + wide <= width and 0 <= y <= y + high <= height
-    for words in root.findall("{*}text"):
-        # 0.55 of its size: more than a letter takes in DejaVu Sans, the widest of the fonts.
-        x, y, size = (float(words.get(name)) for name in ("x", "y", "font-size"))
-        long = 0.55 * size * len(words.text)
-        left = x if words.get("text-anchor") == "start" else x - long / 2
-        assert left >= 0 and left + long <= width and size <= y <= height - 4, words.text
+def test_a_picture_has_a_title(path: Path) -> None:
+    assert ElementTree.fromstring(path.read_text()).find("{*}title").text
 
 
 old = pytest.mark.skipif(torch.__version__ < sharded.NEEDED, reason="gpt.py needs a newer PyTorch")
@@ -320,6 +307,7 @@ def test_the_shards_of_a_page_are_each_read_once(tmp_path: Path, monkeypatch: py
     assert not torch.equal(*epochs)
 
 
+@pytest.mark.usefixtures("mnist_dir")
 @pytest.mark.full
 def test_a_part_that_runs_on_the_cpu_does_not_name_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

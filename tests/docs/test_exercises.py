@@ -19,6 +19,8 @@ from trainkit.workshop import exercises
 from trainkit.workshop.exercises import Exercise, relative
 from trainkit.workshop.work import Workspace, Wrong
 
+pytestmark = pytest.mark.usefixtures("mnist_dir")
+
 FOLDERS = sorted(path.parent for path in REPOSITORY.glob("0*/exercises/*/check.py"))
 CHECKS = {folder: runpy.run_path(str(folder / "check.py")) for folder in FOLDERS}
 

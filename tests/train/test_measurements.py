@@ -1,4 +1,4 @@
-"""Promises that no other test would see broken. CONTRIBUTING.md lists those that matter most."""
+"""What is measured and how ranks are started: promises that no other test would see broken."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkout import SCRIPTS, Checkout
 from cluster import RunningCluster
-from conftest import REPOSITORY, Script, places, rows_of, succeeded, weights_of
+from conftest import Script, places, rows_of, succeeded, weights_of
 
 from trainkit import devices as device
 from trainkit.compare import comparison
@@ -18,22 +18,6 @@ from trainkit.training import clock
 from trainkit.training.model import Dropout
 
 SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--width", 4, "--precision", "fp32")
-
-
-def test_the_list_of_promises_is_up_to_date() -> None:
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    table = text.partition("## The promises")[2].partition("\n## ")[0]
-    promises = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    assert len(promises) >= 20
-    for promise in promises:
-        _, _, page, tests, _ = promise.split("|")
-        assert re.search(r"\]\([\w./-]+\.md#[\w-]+\)", page), promise  # tests/docs looks for its heading
-        held_by = re.findall(r"`(\w+\.py)`: (`\w+`(?:, `\w+`)*)", tests)
-        assert held_by, promise
-        for file, names in held_by:
-            (path,) = REPOSITORY.glob(f"tests/*/{file}")
-            for name in re.findall(r"\w+", names):
-                assert f"\ndef {name}(" in path.read_text(), name
 
 
 # --- what N ranks record ----------------------------------------------------------------------------
