@@ -1,6 +1,5 @@
 """What the tests share: MNIST on disk, and a way to start a stage as its user would."""
 
-import ast
 import fcntl
 import os
 import re
@@ -12,13 +11,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
+from scheduling import GroupedTests
 
 from trainkit.data import staging
 from trainkit.jobs import local, stages
@@ -80,28 +79,31 @@ for name in list(ENVIRONMENT):
         del ENVIRONMENT[name]
 
 
-# What uses these fixtures is not for every change, nor what is beyond the stages, or around their edges.
-LONG = {"cluster"}
+# Files beyond the stages, or around their edges, are for `make test-all`; so is each test of the cluster.
 LONG_FILES = {
-    f"test_{name}"
-    for name in (
-        *("beyond", "gpt", "lightning", "sharded", "tabular", "vae_counts", "worked_trainings"),
-        *("breakdown", "capture", "storage_failures", "torchrun"),
-    )
+    *("test_beyond", "test_gpt", "test_lightning", "test_sharded", "test_tabular", "test_vae_counts"),
+    *("test_worked_trainings", "test_breakdown", "test_capture", "test_storage_failures", "test_torchrun"),
 }
-CLUSTERS = 2
 NO_CLUSTER = "no practice cluster: "  # and why
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort each test into a tier by what it uses. Jobs come first, as they wait: others fill the time."""
+    """Sort each test into a tier (tests/README.md). Jobs come first, as they mostly wait."""
     for item in items:
-        if "cluster" in item.fixturenames:
+        if _uses_cluster(item):
             item.add_marker("cluster")
-        takes_long = LONG & {*item.fixturenames} or item.path.stem in LONG_FILES
+        takes_long = _uses_cluster(item) or item.path.stem in LONG_FILES
         if takes_long and not item.get_closest_marker("quick"):
             item.add_marker("full")
-    items.sort(key=lambda item: "cluster" not in item.fixturenames)
+    items.sort(key=lambda item: not _uses_cluster(item))
+
+
+def _uses_cluster(item: pytest.Item) -> bool:
+    return "cluster" in item.fixturenames
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupedTests:
+    return GroupedTests(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -137,44 +139,6 @@ def _why_no_job_was_tried(config: pytest.Config) -> str:
     reasons = [report.longrepr[2] for report in of_cluster.pop("skipped")]
     wanting = [reason for reason in reasons if NO_CLUSTER in reason]
     return wanting[0] if wanting and not any(of_cluster.values()) else ""
-
-
-class SharedFixtures(LoadScopeScheduling):
-    """pytest-xdist hands out test by test, but together those that share what takes long to make.
-
-    There are so many practice clusters as CLUSTERS tells, each for a part of the files. Each belongs to one
-    test at a time: nobody else's jobs are preempted, cancelled, or cut off with their node.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file, _, test = nodeid.partition("::")
-        path = self.config.rootpath / file
-        if test.partition("[")[0] in _with_a_cluster(path):
-            files = _files_with_a_cluster()
-            return f"cluster {files.index(path) * CLUSTERS // len(files)}"
-        return file if 'scope="module"' in path.read_text() else nodeid
-
-
-@cache
-def _with_a_cluster(path: Path) -> set[str]:
-    """The tests of a file that take the fixture `cluster`, or one that takes it."""
-    functions = {
-        node.name: {argument.arg for argument in node.args.args}
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    fixtures = {"cluster", "on_cluster", *(name for name, takes in functions.items() if "cluster" in takes)}
-    return {name for name, takes in functions.items() if fixtures & takes}
-
-
-@cache
-def _files_with_a_cluster() -> list[Path]:
-    return [path for path in sorted(REPOSITORY.glob("tests/*/test_*.py")) if _with_a_cluster(path)]
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedFixtures:
-    config.option.loadscopereorder = False  # those that wait stay first
-    return SharedFixtures(config, log)
 
 
 def ran(*command: object, **how: object) -> subprocess.CompletedProcess:
@@ -282,7 +246,7 @@ def furthest(one: dict[str, "torch.Tensor"], other: dict[str, "torch.Tensor"]) -
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def mnist_dir() -> Path:
     """The default data directory, with MNIST in it."""
     staging.put_in_place(staging.DEFAULT_DIR)
@@ -304,8 +268,8 @@ def few_images(mnist_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> "Checkout":
-    """A copy of the checkout, on a machine without Slurm."""
+def checkout(tmp_path: Path, mnist_dir: Path) -> "Checkout":
+    """A copy of the checkout, with MNIST, on a machine without Slurm."""
     from checkout import Checkout
 
     return Checkout(tmp_path / "a checkout")
@@ -321,8 +285,8 @@ def cluster() -> Iterator["RunningCluster"]:
 
 
 @pytest.fixture
-def on_cluster(tmp_path: Path, cluster: "RunningCluster") -> Iterator["Checkout"]:
-    """A copy of the checkout, on the cluster's login host."""
+def on_cluster(tmp_path: Path, cluster: "RunningCluster", mnist_dir: Path) -> Iterator["Checkout"]:
+    """A copy of the checkout, with MNIST, on the cluster's login host."""
     from checkout import Checkout
 
     yield Checkout(tmp_path / "a checkout", cluster)
@@ -346,7 +310,7 @@ def plot(forking: "Forking") -> Script:
 
 
 @pytest.fixture(scope="session")
-def script(forking: "Forking") -> Script:
+def script(forking: "Forking", mnist_dir: Path) -> Script:
     """Runs a stage's script, or a changed copy of it, on the CPU; much faster than `run_stage`."""
 
     def run(

@@ -1,73 +1,26 @@
-"""Programs that need PyTorch, each in a process of its own, with PyTorch imported once for all of them."""
+"""Programs that need PyTorch, each in a process of its own, with PyTorch imported once for all of them.
+
+The process that has imported it is fork_server.py. tests/README.md says why.
+"""
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainkit.distributed import launchers as place
+from trainkit.distributed import launchers
 
-PROGRAM = """
-import atexit, gc, json, os, runpy, signal, sys, threading
-import torch, torch._dynamo, torch.distributed.nn.functional  # all of it that a stage loads
-import matplotlib.pyplot, pandas, psutil, tqdm  # and a comparison
-
-gc.freeze()  # or a collection in a child would copy all of these pages
-
-def run(arguments):
-    sys.argv = arguments[1:] if arguments[0] == "-m" else arguments
-    try:
-        if arguments[0] == "-m":
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        else:
-            folder = os.path.dirname(os.path.abspath(arguments[0]))
-            top = folder
-            while top != "/" and not os.path.isdir(f"{top}/trainkit"):
-                top = os.path.dirname(top)
-            sys.path[:1] = [folder, top]  # as Python does; and a copied checkout has its own trainkit
-            runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as left:
-        if isinstance(left.code, str):
-            print(left.code, file=sys.stderr)
-            return 1
-        return left.code or 0
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        return 1
-    return 0
-
-def fork(arguments, environment, outputs, folder):
-    process = os.fork()
-    if process:
-        return process
-    signal.alarm(300)  # what hangs ends
-    for stream, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    code = run(arguments)
-    # As Python ends, but for taking PyTorch apart, which takes a second.
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
-    os._exit(code)
-
-for line in sys.stdin:
-    processes = [fork(*request) for request in json.loads(line)]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-    print(json.dumps(codes), flush=True)
-"""
+SERVER = Path(__file__).with_name("fork_server.py")
 
 
 class Forking:
     """Runs `python <arguments>` to its end, one at a time or in several ranks; use it in a `forking(...)`."""
 
-    def __init__(self, parent: subprocess.Popen, folder: Path) -> None:
-        self._parent, self._folder = parent, folder
+    def __init__(self, server: subprocess.Popen, folder: Path) -> None:
+        self._server = server
+        self._folder = folder
 
     def run(
         self, *arguments: object, env: dict[str, str], ranks: int | None = None, cwd: Path | None = None
@@ -79,30 +32,41 @@ class Forking:
         environments = [env]
         if ranks:
             meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-            environments = [env | meeting | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
-        requests = []
-        for i, environment in enumerate(environments):
-            outputs = [self._folder / f"{name}-{i}" for name in ("stdout", "stderr")]
-            for path in outputs:
-                path.write_text("")
-            folder = str(cwd or Path.cwd())
-            requests.append([list(map(str, arguments)), environment, list(map(str, outputs)), folder])
-        print(json.dumps(requests), file=self._parent.stdin, flush=True)
-        codes = json.loads(self._parent.stdout.readline())
-        written = [outputs for *_, outputs, _ in requests]
-        texts = zip(*[[Path(path).read_text() for path in outputs] for outputs in written], strict=True)
+            environments = [
+                env | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
+            ]
+        programs = []
+        stdouts = []
+        stderrs = []
+        for number, environment in enumerate(environments):
+            stdout = self._empty_file(f"stdout-{number}")
+            stderr = self._empty_file(f"stderr-{number}")
+            outputs = [str(stdout), str(stderr)]
+            programs.append([list(map(str, arguments)), environment, outputs, str(cwd or Path.cwd())])
+            stdouts.append(stdout)
+            stderrs.append(stderr)
+        print(json.dumps(programs), file=self._server.stdin, flush=True)
+        codes = json.loads(self._server.stdout.readline())
         return subprocess.CompletedProcess(
-            arguments, next(filter(None, codes), 0), *("".join(text) for text in texts)
+            arguments,
+            returncode=next(filter(None, codes), 0),
+            stdout="".join(path.read_text() for path in stdouts),
+            stderr="".join(path.read_text() for path in stderrs),
         )
+
+    def _empty_file(self, name: str) -> Path:
+        path = self._folder / name
+        path.write_text("")
+        return path
 
 
 def free_port() -> str:
-    return str(place.free_port())
+    return str(launchers.free_port())
 
 
 @contextmanager
-def forking(folder: Path, env: dict[str, str], before: str = "") -> Iterator[Forking]:
-    """The process that imports PyTorch, after the lines `before`; outputs are written to `folder`."""
+def forking(folder: Path, env: dict[str, str], modules: Sequence[str] = ()) -> Iterator[Forking]:
+    """Start the fork server, which imports `modules`, too; outputs of programs are written to `folder`."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", f"{before}\n{PROGRAM}"], env=env, **pipes) as parent:
-        yield Forking(parent, folder)
+    with subprocess.Popen([sys.executable, SERVER, *modules], env=env, **pipes) as server:
+        yield Forking(server, folder)

@@ -17,6 +17,7 @@ COMPARE = runpy.run_path(str(REPOSITORY / "results" / "compare.py"))
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
 
 
+@pytest.mark.usefixtures("mnist_dir")
 @pytest.mark.full
 def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
     project = make_project(tmp_path)

@@ -28,6 +28,8 @@ from forking import Forking
 
 from trainkit.record import records
 
+pytestmark = pytest.mark.usefixtures("mnist_dir")
+
 DP_BY_HAND = REPOSITORY / "02_multigpu_dp" / "by_hand.py"
 # Those whose difference to the stage is the lesson. The others are trainings of their own.
 VARIANTS = ("accumulate.py", "batchnorm.py", "by_hand.py", "captured.py", "fsdp.py", "mixed_precision.py")

@@ -30,6 +30,8 @@ from conftest import (
 from trainkit.record import records
 from trainkit.training.state_file import load_parts
 
+pytestmark = pytest.mark.usefixtures("mnist_dir")
+
 EPOCHS = 2
 SIZES = ("--train-size", 1920, "--test-size", 200)
 TRAINING = ("--epochs", EPOCHS, *SIZES, "--width", 4, "--precision", "fp32", "--save-model")

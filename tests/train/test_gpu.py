@@ -39,7 +39,7 @@ from trainkit.record import samples
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="needs a GPU"),
-    pytest.mark.usefixtures("alone"),
+    pytest.mark.usefixtures("alone", "mnist_dir"),
 ]
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, finds {GPUS}")
 

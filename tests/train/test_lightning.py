@@ -1,6 +1,7 @@
 """Lightning against stage 03: equal losses, also after a stop, and what it does by itself."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from conftest import (
     ENVIRONMENT,
     REPOSITORY,
     STAGES,
+    STARTUP,
     STOPS,
     WITHOUT_DROPOUT,
     Script,
@@ -32,8 +34,10 @@ Runs = Callable[..., str]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, mnist_dir: Path) -> Iterator[Runs]:
     """Runs a program in a process that has loaded Lightning; returns what it printed."""
-    loaded = f"import sys; sys.path.append({str(FOLDER)!r})\nimport lightning.pytorch"
-    with forking(tmp_path_factory.mktemp("forks"), ENVIRONMENT, loaded) as forks:
+    finds_the_script = {"PYTHONPATH": f"{FOLDER}{os.pathsep}{STARTUP}"}  # for lightning_defaults.py
+    with forking(
+        tmp_path_factory.mktemp("forks"), ENVIRONMENT | finds_the_script, ["lightning.pytorch"]
+    ) as forks:
 
         def run(*arguments: object, ranks: int | None = None) -> str:
             done = succeeded(forks.run(*arguments, env=ENVIRONMENT, ranks=ranks))

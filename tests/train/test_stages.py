@@ -14,6 +14,8 @@ from trainkit.data import staging
 from trainkit.training.evaluation import evaluate
 from trainkit.training.model import Net
 
+pytestmark = pytest.mark.usefixtures("mnist_dir")
+
 SMALL = ("--train-size", 1250, "--test-size", 500, "--batch-size", 60, "--precision", "fp32", "--width", 8)
 EXACT = (*SMALL, "--lr", 0.1)
 

@@ -33,6 +33,8 @@ from forking import free_port
 from test_checkpoint import wait_for
 from torch.distributed import TCPStore
 
+pytestmark = pytest.mark.usefixtures("mnist_dir")
+
 SMALL = ("--train-size", 640, "--test-size", 100, "--width", 4, "--precision", "fp32")
 
 

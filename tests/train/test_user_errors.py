@@ -28,6 +28,8 @@ from forking import Forking
 from trainkit.data import staging
 from trainkit.training import sharded
 
+pytestmark = pytest.mark.usefixtures("mnist_dir")
+
 ALONE = [
     (["--batch-size", "0"], "0 is too small"),
     (["--epochs", "two"], "'two' is not a whole number"),

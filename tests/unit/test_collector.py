@@ -110,6 +110,7 @@ def ranks(rows: list[Row]) -> dict[int, int]:
 # --- processes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("mnist_dir")
 def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
     """Of a real training under torchrun, which is no rank itself."""
     options = ("--no-cuda", "--epochs", 100, "--loader", "workers", "--num-workers", 1)
