@@ -95,9 +95,8 @@ fi
 problem=$(mkdir -p "$TRAINKIT_JOB_DIR" 2>&1) ||
     fail "$TRAINKIT_JOB_DIR cannot be made (${problem##*: }): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in \
 slurm/site.sh to a shared folder of yours."
-# Slurm before 26.05 (seen: 24.11; SchedMD's ticket 25682) starts a job that was preempted once more after it
-# has come back, and ended. That may also be one that had not saved, and was killed.
-if [[ -e $TRAINKIT_JOB_DIR/ended-after-restart ]]; then
+# Slurm may start a preempted job once more after it has ended well: trainkit/jobs/in_job.py says when.
+if [[ -e $TRAINKIT_JOB_DIR/ended-for-good ]]; then
     echo "this job has already ended well, and does nothing more: to train again, submit it again"
     exit
 fi

@@ -7,7 +7,7 @@
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
 | `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/in_job.py |
-| `ended-after-restart` | the job has come back from the queue, and ended well |
+| `ended-for-good` | the job has ended well, and does nothing more if Slurm starts it again |
 | `checkpoints`, `monitor` | the files of training/checkpoint.py; the samples (record/samples.py) |
 | `plain` | the job's script does not use the kit (jobs/plain.py); it may write `stopped` itself |
 
@@ -27,7 +27,7 @@ from trainkit.distributed.launchers import node, rank_of
 
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
 PLAIN, CHECKPOINTS = "plain", "checkpoints"
-OUTCOME, ENDED_AFTER_RESTART = "outcome.json", "ended-after-restart"
+OUTCOME, ENDED_FOR_GOOD = "outcome.json", "ended-for-good"
 FIRST_FAILED, STOPPED = "first-failed", "stopped"
 STATES = ("started", "finished", "failed", "lost")  # of a rank
 NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
@@ -107,10 +107,10 @@ def first_failed(folder: Path) -> str:
     return link.readlink().name if link.is_symlink() else ""  # some file systems have no links
 
 
-def note_end_after_restart(folder: Path) -> None:
-    """Leave a note that the job has come back from the queue, and ended well."""
+def note_end_for_good(folder: Path) -> None:
+    """Leave a note that the job has ended well, and does nothing more if Slurm starts it again."""
     with suppress(OSError):  # a full disk
-        (folder / ENDED_AFTER_RESTART).touch()
+        (folder / ENDED_FOR_GOOD).touch()
 
 
 @dataclass(frozen=True)

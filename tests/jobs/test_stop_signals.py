@@ -149,6 +149,22 @@ def test_a_preempted_job_saves_and_comes_back_by_itself(on_cluster: Checkout) ->
     assert [row["epoch"] for row in rows_of(on_cluster.folder / "results")] == [1, 2]
 
 
+def test_a_job_that_ends_well_while_it_is_preempted_trains_once(on_cluster: Checkout) -> None:
+    """Newer Slurm (seen: 24.11) starts it again, and it does nothing more then."""
+    on_cluster.insert("single", when(0, "time.sleep(6)"), before="run.finish()")
+    job = on_cluster.submit("single", *TRAINING, sbatch=("--nodelist=n1", "--exclusive"))
+    on_cluster.wait_for("epoch 2/2", job)
+    urgent = on_cluster.cluster.submit(
+        "--partition=urgent", "--nodelist=n1", "--exclusive", "--wrap=true", cwd="/tmp"
+    )
+    assert on_cluster.cluster.wait(urgent)["JobState"] == "COMPLETED"
+    state = on_cluster.cluster.wait(job)
+    log = on_cluster.log(job)
+    assert state["JobState"] == "COMPLETED", log
+    assert log.count("does nothing more") == int(state["Restarts"]), log
+    assert [row["epoch"] for row in rows_of(on_cluster.folder / "results")] == [1, 2]
+
+
 def test_scancel_saves_and_the_job_stays_away(on_cluster: Checkout) -> None:
     on_cluster.site("activate_environment() { trap '' TERM HUP; }\n")  # as some scripts do
     on_cluster.insert("ddp", "time.sleep(0.05)", before="optimizer.zero_grad()")

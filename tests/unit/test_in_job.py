@@ -182,19 +182,27 @@ def test_a_node_failed(release: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("restart", "situation", "noted"),
-    [(0, "ended_well", False), (1, "ended_well", True), (1, "preempted", False)],
+    ("plain", "restart", "situation", "noted"),
+    [
+        (True, 0, "ended_well", False),
+        (True, 1, "ended_well", True),
+        (True, 1, "preempted", False),
+        (False, 0, "ended_well", True),
+        (False, 1, "preempted", True),
+    ],
 )
 def test_a_start_after_the_end_has_nothing_to_do(
-    restart: int, situation: str, noted: bool, tmp_path: Path
+    plain: bool, restart: int, situation: str, noted: bool, tmp_path: Path
 ) -> None:
     """job_env.sh looks for this note. A plain script that is preempted may leave with 0, and comes back."""
+    if plain:
+        (tmp_path / job_folder.PLAIN).touch()
     shown = (RECORDED / "24.11" / f"{situation}.txt").read_text()
     given = {"facts": shown, "folder": tmp_path, "log": tmp_path / "log", "launcher": "srun", "code": 0}
     given |= {"seconds": 5, "restart": restart, "most-restarts": 50}
     options = [f"--{name}={value}" for name, value in given.items()]
     succeeded(ran(sys.executable, "-m", "trainkit.jobs.in_job", "end", *options, env=ENVIRONMENT))
-    assert (tmp_path / job_folder.ENDED_AFTER_RESTART).exists() == noted
+    assert (tmp_path / job_folder.ENDED_FOR_GOOD).exists() == noted
 
 
 def test_earlier_starts_in_the_log() -> None:

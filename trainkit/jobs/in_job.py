@@ -169,6 +169,18 @@ def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> 
     )
 
 
+def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
+    """Return whether a job that ended well is to do nothing more, should Slurm start it again.
+
+    Slurm does so where it was preempted and ended by itself in its grace time (from 24.05 on), or had come
+    back before (seen: 24.11; SchedMD's ticket 25682). The training would be made twice. A plain script that
+    is told to leave may do so with 0, and then has to come back.
+    """
+    if not (folder / job_folder.PLAIN).exists():
+        return True
+    return ending.restart > 0 and not facts.preempted
+
+
 def _how_to_go_on(folder: Path, saved: str | None) -> str:
     if saved is None:
         return "submit again"
@@ -217,9 +229,8 @@ def main() -> None:
         first_start=ending.restart == 0,
     )
     outcome = end(facts, options.folder, ending, evidence)
-    # A plain script that is told to leave may do so with 0, and has to come back.
-    if outcome.well and outcome.restart and not facts.preempted:
-        job_folder.note_end_after_restart(options.folder)
+    if outcome.well and has_nothing_left_to_do(facts, options.folder, ending):
+        job_folder.note_end_for_good(options.folder)
     with suppress(OSError):  # a full disk
         job_folder.keep_outcome(options.folder, outcome)
     tell("\n".join([f"code    {outcome.exit_code}", *outcome.said]))
