@@ -57,7 +57,7 @@ def test_the_words_of_a_site(checkout: Checkout) -> None:
     """They may be empty, or an array, as other words in this file are."""
     checkout.site("SITE_GPUS=(--gres=gpu:a100:%d --constraint=a100)\nSITE_MEM=\n")
     words = {"SITE_GPUS": "--gres=gpu:a100:%d --constraint=a100", "SITE_MEM": ""}
-    assert site.read_site().words == site.WORDS | words
+    assert site.read_site().option_templates == site.OPTION_TEMPLATES | words
 
 
 def test_it_is_read_once_for_a_command(checkout: Checkout) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from trainkit.errors import UserError
 from trainkit.jobs.sbatch_options import sbatch_options
-from trainkit.jobs.site import WORDS, Site
+from trainkit.jobs.site import OPTION_TEMPLATES, Site
 from trainkit.jobs.stages import STAGES, resources
 
 ONE = resources(STAGES["single"], 1)
@@ -18,7 +18,7 @@ BY_GPU = {"SITE_GPUS": "--gpus=%d", "SITE_CPUS": "--cpus-per-gpu=%d", "SITE_MEM"
 
 def site(sbatch: dict[str, str] | None = None, **words: str) -> Site:
     here = Path("/here")
-    return Site(sbatch or {}, here, here, here, words=WORDS | words, monitor=True)
+    return Site(sbatch or {}, here, here, here, option_templates=OPTION_TEMPLATES | words, monitor=True)
 
 
 def test_the_usual_words_are_those_of_the_job_scripts() -> None:

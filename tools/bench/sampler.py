@@ -20,7 +20,7 @@ from trainkit.data import staging
 from trainkit.files import check_writable
 from trainkit.jobs import submission
 from trainkit.jobs.following import LocalHandle
-from trainkit.jobs.site import WORDS, Site
+from trainkit.jobs.site import OPTION_TEMPLATES, Site
 from trainkit.jobs.stages import STAGES, resources
 from trainkit.jobs.submission import Request
 from trainkit.record import records
@@ -83,7 +83,9 @@ def _train(case: str, seed: int, sampled: bool, data_dir: Path) -> dict[str, obj
                 stage=STAGES[stage],
                 resources=resources(STAGES[stage], ranks),
                 arguments=(*TRAINING, *options, f"--seed={seed}"),
-                site=Site({}, data_dir, folder, folder / "jobs", words=WORDS, monitor=sampled),
+                site=Site(
+                    {}, data_dir, folder, folder / "jobs", option_templates=OPTION_TEMPLATES, monitor=sampled
+                ),
                 folder=folder / "job",
                 why_here="to time it",
                 threads=1,

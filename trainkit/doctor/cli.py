@@ -33,7 +33,7 @@ from trainkit.errors import UserError, reason, tell
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import SlurmHandle
 from trainkit.jobs.sbatch_options import sbatch_options
-from trainkit.jobs.site import WORDS, Site
+from trainkit.jobs.site import OPTION_TEMPLATES, Site
 from trainkit.jobs.stages import REPOSITORY, STAGES, resources
 from trainkit.record import records
 from trainkit.record.columns import DDP
@@ -168,7 +168,7 @@ def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
     refusal = _refusal("submission", done)
     if refusal:
         fix = refusal.fix
-        if site.words != WORDS:
+        if site.option_templates != OPTION_TEMPLATES:
             wanted = " ".join(_as_options(sbatch_options(site, options.shape)))
             fix = f"have their #SBATCH lines ask in this site's words ({wanted}), or use submit.py"
         message = f"of the job script of stage 03: {refusal.message}"

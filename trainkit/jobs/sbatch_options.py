@@ -1,7 +1,8 @@
-"""What a job asks Slurm for, in the words that its site wants: SITE_GPUS, SITE_CPUS and SITE_MEM of site.sh.
+"""What a job asks Slurm for, in the form that its site wants: SITE_GPUS, SITE_CPUS and SITE_MEM of site.sh.
 
 Some sites want a kind of GPU, or take --gres or --gpus only; some refuse --mem; some count cores and memory
-by the GPU. A word may have a %d, for a number, and what that counts follows from the option it belongs to.
+by the GPU. Each of the three is a template of options of sbatch. It may have a %d, for a number, and what
+that counts follows from the option it belongs to.
 
 It needs only the standard library.
 """
@@ -10,7 +11,7 @@ import math
 import shlex
 
 from trainkit.errors import UserError
-from trainkit.jobs.site import WORDS, Site
+from trainkit.jobs.site import OPTION_TEMPLATES, Site
 from trainkit.jobs.stages import Resources
 
 # Of the host: a process with CUDA and NCCL takes 2 to 4, and loaders come on top.
@@ -24,21 +25,21 @@ def sbatch_options(site: Site, shape: Resources) -> dict[str, str]:
     is rounded up. Nodes and tasks are not among them, as every Slurm takes these in one form.
 
     Raises:
-        UserError: for words of the site that are no such options.
+        UserError: for templates of the site that are no such options.
     """
-    words = dict(site.words)
+    templates = dict(site.option_templates)
     if not shape.gpus:
-        del words["SITE_GPUS"]
-        for setting, text in words.items():
-            if "per-gpu=" in text:
+        del templates["SITE_GPUS"]
+        for setting, template in templates.items():
+            if "per-gpu=" in template:
                 # It could not be counted by the GPU, and is asked for in the usual form.
-                words[setting] = WORDS[setting]
+                templates[setting] = OPTION_TEMPLATES[setting]
     if site.memory_by_part:
         # That variable asks for memory, and --mem in a script would come before it.
-        del words["SITE_MEM"]
+        del templates["SITE_MEM"]
     options = {}
-    for setting, text in words.items():
-        options |= _options(setting, text, _numbers(setting, shape))
+    for setting, template in templates.items():
+        options |= _options(setting, template, _numbers(setting, shape))
     return options
 
 
@@ -68,24 +69,28 @@ def _numbers(setting: str, shape: Resources) -> dict[str, int]:
     }[setting]
 
 
-def _options(setting: str, text: str, numbers: dict[str, int]) -> dict[str, str]:
-    """Return the options in the words of a setting, with these numbers in place of %d."""
+def _options(setting: str, template: str, numbers: dict[str, int]) -> dict[str, str]:
+    """Return the options of a setting's template, with these numbers in place of %d.
+
+    Raises:
+        UserError: if it has something else than options, or a %d where no number is known.
+    """
     options = {}
-    for word in shlex.split(text):
+    for word in shlex.split(template):
         option, _, value = word.removeprefix("--").partition("=")
         has_number = "%" in value
         is_option = word.startswith("--") and value != ""
         if not is_option or (has_number and option not in numbers):
             raise UserError(
                 f"{setting} of slurm/site.sh has {word!r}: write options of sbatch with = and a value, as in "
-                f"{WORDS[setting]}. A %d may be in --{', --'.join(numbers)}."
+                f"{OPTION_TEMPLATES[setting]}. A %d may be in --{', --'.join(numbers)}."
             )
         if setting == "SITE_MEM" and has_number and value != "%dG":
             raise UserError(f"{setting} of slurm/site.sh has {word!r}: write GB, as in --{option}=%dG.")
         options[option] = value.replace("%d", str(numbers.get(option)))
-    if setting == "SITE_GPUS" and text and "%d" not in text:
+    if setting == "SITE_GPUS" and template and "%d" not in template:
         raise UserError(
             f"SITE_GPUS of slurm/site.sh has no %d, so that every job would hold the same number of GPUs: "
-            f"write it as in {WORDS[setting]}."
+            f"write it as in {OPTION_TEMPLATES[setting]}."
         )
     return options

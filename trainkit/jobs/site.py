@@ -10,12 +10,16 @@ from trainkit.jobs import slurm
 from trainkit.jobs.stages import REPOSITORY
 
 # How a job asks for GPUs, cores and memory where the site does not say; so do the stages' job scripts.
-WORDS = {"SITE_GPUS": "--gpus-per-node=%d", "SITE_CPUS": "--cpus-per-task=%d", "SITE_MEM": "--mem=%dG"}
+OPTION_TEMPLATES = {
+    "SITE_GPUS": "--gpus-per-node=%d",
+    "SITE_CPUS": "--cpus-per-task=%d",
+    "SITE_MEM": "--mem=%dG",
+}
 
 
 # Reading slurm/site.sh may take so long: some sites load modules there.
 SITE_FILE_SECONDS = 120
-# It prints the settings; its arguments are slurm/site_env.sh and the defaults of `WORDS`.
+# It prints the settings; its arguments are slurm/site_env.sh and the defaults of `OPTION_TEMPLATES`.
 READ_SITE = """
 set -euo pipefail
 set -a
@@ -28,12 +32,12 @@ env -0 SITE_GPUS="${SITE_GPUS[*]}" SITE_CPUS="${SITE_CPUS[*]}" SITE_MEM="${SITE_
 
 
 class Site(NamedTuple):
-    """The settings of slurm/site.sh, with the defaults of slurm/site_env.sh and `WORDS`.
+    """The settings of slurm/site.sh, with the defaults of slurm/site_env.sh and `OPTION_TEMPLATES`.
 
     Attributes:
         sbatch: the SBATCH_* variables, including this shell's.
         jobs_dir: it has a folder for each job.
-        words: SITE_GPUS, SITE_CPUS and SITE_MEM, which sbatch_options.py explains.
+        option_templates: SITE_GPUS, SITE_CPUS and SITE_MEM, which sbatch_options.py explains.
         monitor: whether jobs are sampled.
     """
 
@@ -41,7 +45,7 @@ class Site(NamedTuple):
     data_dir: Path
     results_dir: Path
     jobs_dir: Path
-    words: dict[str, str]
+    option_templates: dict[str, str]
     monitor: bool
 
     @property
@@ -83,7 +87,7 @@ def read_site() -> Site:
     """
     site_env = REPOSITORY / "slurm" / "site_env.sh"
     done = slurm.ask(
-        "bash", "-c", READ_SITE, "site", str(site_env), *WORDS.values(), seconds=SITE_FILE_SECONDS
+        "bash", "-c", READ_SITE, "site", str(site_env), *OPTION_TEMPLATES.values(), seconds=SITE_FILE_SECONDS
     )
     if done.returncode == slurm.TIMED_OUT_EXIT_CODE:
         raise UserError("slurm/site.sh leaves a process behind: start that in activate_environment.")
@@ -99,7 +103,7 @@ def read_site() -> Site:
         data_dir=Path(variables["TRAINKIT_DATA_DIR"]).absolute(),
         results_dir=Path(variables["TRAINKIT_RESULTS_DIR"]).absolute(),
         jobs_dir=Path(variables["JOBS_DIR"]).absolute(),
-        words={name: variables[name] for name in WORDS},
+        option_templates={name: variables[name] for name in OPTION_TEMPLATES},
         monitor=variables["SITE_MONITOR"] == "on",
     )
 

@@ -17,7 +17,7 @@ class Stage:
     """A stage, and what it runs on: one process per GPU, or one process with all GPUs of a node.
 
     Attributes:
-        own: whether `script` is a user's own instead of the stage's; it runs on the same.
+        is_users_own: whether `script` is a user's own instead of the stage's; it runs on the same.
         plain: whether the script does not use the kit, and gets only its own arguments.
     """
 
@@ -25,18 +25,18 @@ class Stage:
     script: Path
     default_gpus: int
     process_per_gpu: bool = False
-    own: bool = False
+    is_users_own: bool = False
     plain: bool = False
 
     @property
     def label(self) -> str:
         """Return the name of its runs, also for jobs and folders, without characters that would do harm."""
-        return re.sub(r"[^\w .+-]", "_", self.script.stem) if self.own else self.name
+        return re.sub(r"[^\w .+-]", "_", self.script.stem) if self.is_users_own else self.name
 
     @property
     def job_name(self) -> str:
         """Return the name of its jobs; a user's own script is not one of our trainings on MNIST."""
-        return self.label if self.own else f"mnist-{self.name}"
+        return self.label if self.is_users_own else f"mnist-{self.name}"
 
     def with_script(self, text: str, plain: bool = False) -> "Stage":
         """Return the stage with the user's own script, a path from the current folder or from the stage's.
@@ -51,7 +51,7 @@ class Stage:
             raise UserError(f"there is no script {text}, here or in {self.script.parent}: correct its name.")
         if script.suffix != ".py":
             raise UserError(f"{text} does not end in .py: give a Python script.")
-        return replace(self, script=script.absolute(), own=True, plain=plain)
+        return replace(self, script=script.absolute(), is_users_own=True, plain=plain)
 
 
 STAGES = {

@@ -317,7 +317,7 @@ def check(request: Request) -> None:
             for Slurm, and a job that sbatch cannot be given as it is meant.
     """
     opts = request.options
-    if not request.stage.own:
+    if not request.stage.is_users_own:
         staging.check(opts.dataset, opts.data_dir)
     if not request.stage.plain:
         check_sizes(opts, request.stage, request.resources)
@@ -344,7 +344,7 @@ def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.
     words = [f"--data-dir={site.data_dir}", f"--results-dir={site.results_dir}"]
     if not stage.plain:
         words += arguments
-    return options.parse(stage.label, words, known_only=stage.own)
+    return options.parse(stage.label, words, known_only=stage.is_users_own)
 
 
 def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
@@ -357,7 +357,7 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
         opts = opts.for_devices(shape.tasks)
     else:
         opts = opts.for_devices(0 if opts.no_cuda else shape.gpus, "GPUs")
-    available_images = None if stage.own else staging.TRAIN_IMAGES
+    available_images = None if stage.is_users_own else staging.TRAIN_IMAGES
     options.check_sizes(opts, available_images)
 
 
