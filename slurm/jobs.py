@@ -10,12 +10,13 @@ from trainkit import errors
 from trainkit.config.command_line import Parser
 from trainkit.errors import UserError, tell
 from trainkit.jobs.site import read_site
-from trainkit.monitor.sampled_job import CORES, SampledJob
+from trainkit.monitor.requests import CORES, MEMORY, requests_of
+from trainkit.monitor.sampled_job import SampledJob
 from trainkit.record import samples
 
 TITLES = ("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "enough")
 # The options of sbatch that a row tells of.
-OPTIONS = ("--mem", CORES)
+OPTIONS = (MEMORY, CORES)
 UNKNOWN = ("-", "-", "-")
 
 
@@ -43,9 +44,10 @@ def _row(job: Path) -> tuple[str, ...]:
     cells = {}
     # There may be no samples, or some that cannot be read.
     with suppress(UserError, OSError):
-        for need in SampledJob(job / samples.FOLDER).needs():
-            enough = "-" if need.enough is None else f"{need.enough}{need.unit}"
-            cells[need.option] = (f"{need.asked:g}{need.unit}", f"{need.used:.1f}{need.unit}", enough)
+        for request in requests_of(SampledJob.read(job / samples.FOLDER)):
+            unit = request.unit
+            enough = "-" if request.enough is None else f"{request.enough}{unit}"
+            cells[request.option] = (f"{request.asked:g}{unit}", f"{request.used:.1f}{unit}", enough)
     if not cells:
         return ()
     row = [job.name]

@@ -32,7 +32,8 @@ from nbformat import NotebookNode
 from PIL import Image
 
 from trainkit.compare import comparison, report
-from trainkit.monitor import waste
+from trainkit.monitor import wording
+from trainkit.monitor.verdict import judge
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BENCH = REPOSITORY / "tools" / "bench"
@@ -176,7 +177,7 @@ def _phases(folder: Path, name: str) -> str:
 
 def _verdict(folder: Path, name: str) -> str:
     """Return the verdict as a job's log has it."""
-    lines = waste.judge(folder / name).lines("job 12")
+    lines = wording.verdict_lines(judge(folder / name), "job 12")
     return "\n".join(["```", *(f"watch   {line}" for line in lines), "```"])
 
 

@@ -13,7 +13,8 @@ from conftest import ENVIRONMENT, REPOSITORY, ran, rows_of, succeeded
 from traces import FROM_LOADERS, STARVED, SyntheticJob
 
 from trainkit.jobs import sweep
-from trainkit.monitor import waste
+from trainkit.monitor import wording
+from trainkit.monitor.verdict import judge
 from trainkit.record import records
 
 # Without PyTorch: the question is whom the signal reaches.
@@ -412,8 +413,9 @@ def judge_early(checkout: Checkout) -> None:
     """After three samples instead of ten, in which a process only loads PyTorch."""
     checkout.site("SITE_MONITOR=on\n")
     rules = checkout.folder / "trainkit" / "monitor" / "sampled_job.py"
-    assert "MEET_WITHIN, PREPARED_WITHIN = 10," in rules.read_text()
-    rules.write_text(rules.read_text().replace("MEET_WITHIN, PREPARED_WITHIN = 10,", "MEET_WITHIN, _ = 3,"))
+    patient = "SAMPLES_UNTIL_RANKS_MEET = 10\n"
+    assert patient in rules.read_text()
+    rules.write_text(rules.read_text().replace(patient, "SAMPLES_UNTIL_RANKS_MEET = 3\n"))
 
 
 def test_ranks_that_never_met_are_told_in_the_last_lines(on_cluster: Checkout) -> None:
@@ -501,8 +503,8 @@ def test_a_job_script_without_the_script(given: str, checkout: Checkout) -> None
 
 def test_its_verdict_names_no_option_of_ours(tmp_path: Path) -> None:
     traces.write(tmp_path / "monitor", SyntheticJob([STARVED], facts=FROM_LOADERS))
-    (line, *_) = waste.judge(tmp_path / "monitor").lines("job 12")
-    assert "--num-workers" in line
+    (sentence, *_) = wording.sentences(judge(tmp_path / "monitor"))
+    assert "--num-workers" in sentence
     (tmp_path / "plain").touch()
-    (line, *_) = waste.judge(tmp_path / "monitor").lines("job 12")
-    assert "take more, or keep the data in memory." in line
+    (sentence, *_) = wording.sentences(judge(tmp_path / "monitor"))
+    assert "take more, or keep the data in memory." in sentence

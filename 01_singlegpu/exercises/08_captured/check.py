@@ -1,11 +1,11 @@
 """Compares the answers with the recorded traces: their verdicts, and the records of their trainings."""
 
-import re
 import statistics
 from pathlib import Path
 
 from trainkit.record import records
-from trainkit.monitor import waste
+from trainkit.monitor.issues import LaunchBound
+from trainkit.monitor.verdict import judge
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
@@ -70,9 +70,9 @@ def check(mine: Workspace) -> str:
     )
 
 
-def _verdict(trace: str, pattern: str) -> float:
-    """Return a number from the sentence of the worst finding."""
-    return float(re.search(pattern, waste.judge(TRACES / trace).findings[0].sentence)[1])
+def _evidence(trace: str) -> LaunchBound:
+    """Return the numbers of the worst finding."""
+    return judge(TRACES / trace).findings[0].evidence
 
 
 def _speed(trace: str) -> float:
@@ -83,7 +83,9 @@ def _speed(trace: str) -> float:
 
 def _check_step(answers: Answers, batch: int) -> None:
     name, given = f"step_{batch}", answers.number(f"step_{batch}")
-    busy, step = _verdict(EAGER[batch], r"utilisation (\d+) %"), _verdict(EAGER[batch], r"([\d.]+) ms a step")
+    evidence = _evidence(EAGER[batch])
+    busy = evidence.power.utilisation_percent
+    step = 1000 * evidence.step_seconds
     if is_close(given, step * busy / 100, 0.06):
         return
     hint = "multiply the milliseconds of a step by the share of the time in which a kernel runs."
@@ -108,13 +110,13 @@ def _check_gain(answers: Answers, batch: int, gain: float, other: float) -> None
 
 def _check_power(answers: Answers) -> None:
     given = answers.number("power_64")
-    watts, limit = (_verdict(CAPTURED[64], pattern) for pattern in (r"\((\d+) of", r"of (\d+) W"))
-    if is_close(given, 100 * watts / limit, 0.04):
+    power = _evidence(CAPTURED[64]).power
+    if is_close(given, 100 * power.power_w / power.limit_w, 0.04):
         return
     hint = "divide the watts by the limit, times 100."
-    if is_close(given, watts, 0.03):
+    if is_close(given, power.power_w, 0.03):
         hint = "that is in watts."
-    elif is_close(given, _verdict(CAPTURED[64], r"utilisation (\d+) %"), 0.03):
+    elif is_close(given, power.utilisation_percent, 0.03):
         hint = "that is its utilisation."
     raise Wrong(f"`power_64` is not {given:g}: {hint}")
 

@@ -4,7 +4,7 @@ import runpy
 import statistics
 from pathlib import Path
 
-from trainkit.monitor import waste
+from trainkit.monitor.verdict import judge
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
@@ -98,7 +98,7 @@ def check(mine: Workspace) -> str:
 
 def _check_cause(answers: Answers, job: str) -> None:
     name, given = f"{job}_cause", answers.word(f"{job}_cause", *CAUSES)
-    if given == waste.judge(_trace(job)).findings[0].kind:
+    if given == judge(_trace(job)).findings[0].kind:
         return
     if given == "waiting_for_loader":
         waited, (trained,) = _means(job, "rank", "data_seconds"), _means(job, "epoch", "train_seconds")

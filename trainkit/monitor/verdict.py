@@ -1,0 +1,183 @@
+"""The verdict on a job's samples: what it wastes of what it asked for, and what could be faster.
+
+    verdict = judge(folder)  # the folder `monitor` of a job
+    print(*wording.verdict_lines(verdict, "job 12"), sep="\\n")
+
+Each rule looks at the job by itself. What they find is ordered here: the worst first, and after what is
+wasted what is not waste, but could be faster.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.monitor import device_rules, rank_rules
+from trainkit.monitor.issues import Grade, Issue, RanksNeverMet, SharedCores, WaitingForBatches
+from trainkit.monitor.requests import CORES, Request, requests_of
+from trainkit.monitor.sample_tables import RankId
+from trainkit.monitor.sampled_job import LEAST_SAMPLES, SampledJob
+
+# A rule finds an issue of its kind, or None. If two find the same kind, the first says more.
+RULES: tuple[Callable[[SampledJob], Issue | None], ...] = device_rules.RULES + rank_rules.RULES
+# The remedy of these takes cores.
+NEED_CORES = {WaitingForBatches.kind, SharedCores.kind}
+JOULES_PER_KWH = 3.6e6
+
+
+@dataclass(frozen=True)
+class NothingSeen:
+    """Nothing could be judged: no process that has loaded PyTorch was seen."""
+
+
+@dataclass(frozen=True)
+class TooShort:
+    """Little could be judged: there are so few samples of the training past the warm-up."""
+
+    samples: int
+
+
+@dataclass(frozen=True)
+class StartedByScripts:
+    """So many processes, which the scripts of these ranks have started themselves, were not judged by rank.
+
+    If several such ranks share a node, the script needs one task on each.
+    """
+
+    processes: int
+    ranks: list[RankId]
+    share_a_node: bool
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a job ran on at its end: GPUs, of one name or "", or so many processes on CPUs."""
+
+    gpus: int
+    gpu_name: str
+    cpu_workers: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class LastRanks:
+    """The ranks of the last samples, by whether they did anything."""
+
+    idle: list[RankId]
+    at_work: list[RankId]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a job wastes, and what could be faster.
+
+    Attributes:
+        findings: the issues, the worst first, and then what could be faster.
+        not_judged: what could not be judged, and why; None if all could.
+        seconds: how long the job was sampled.
+        devices: what it ran on.
+        energy_kwh: of all GPUs of the job, NaN if it is unknown.
+        records: the CSVs of its trainings.
+        notes: what the sampler could not see, in its sentences.
+        is_gpu_power_unknown: without it gaps between kernels do not show.
+        too_much: the requests of which less would have been enough.
+        last_ranks: those of the last samples.
+        is_plain: whether the script of the job does not use the kit, and has none of its options.
+    """
+
+    findings: list[Issue]
+    not_judged: NothingSeen | TooShort | StartedByScripts | None
+    seconds: float
+    devices: Devices
+    energy_kwh: float
+    records: list[Path]
+    notes: list[str]
+    is_gpu_power_unknown: bool
+    too_much: list[Request]
+    last_ranks: LastRanks
+    is_plain: bool
+
+
+def judge(folder: Path) -> Verdict:
+    """Judge the job whose samples are in `folder`.
+
+    Raises:
+        UserError: if there are none.
+    """
+    job = SampledJob.read(folder)
+    findings = _find_issues(job)
+    not_judged = _not_judged(job)
+    is_seen_well = not isinstance(not_judged, NothingSeen | TooShort)
+    gpus = job.judged.gpus.values()
+    return Verdict(
+        findings=findings,
+        not_judged=not_judged,
+        seconds=job.seconds,
+        devices=_devices(job),
+        energy_kwh=job.energy_joules() / JOULES_PER_KWH,
+        records=[training.path for training in job.trainings],
+        notes=job.notes,
+        is_gpu_power_unknown=len(gpus) > 0 and all(rows.power_w.isna().all() for rows in gpus),
+        too_much=_too_much(job, {issue.kind for issue in findings}) if is_seen_well else [],
+        last_ranks=_last_ranks(job),
+        is_plain=job.is_plain,
+    )
+
+
+def _find_issues(job: SampledJob) -> list[Issue]:
+    """Apply all rules, and order what they find."""
+    issues: dict[str, Issue] = {}
+    for rule in RULES:
+        issue = rule(job)
+        if issue:
+            issues.setdefault(issue.kind, issue)
+    unexplained = [issue for issue in issues.values() if not issue.explained_by & issues.keys()]
+    return sorted(unexplained, key=_order)
+
+
+def _order(issue: Issue) -> tuple[bool, bool, float]:
+    """Return the order of an issue: ranks that never met first, as they waste all but one of them."""
+    return issue.kind != RanksNeverMet.kind, issue.grade is Grade.FASTER, -issue.lost_share
+
+
+def _not_judged(job: SampledJob) -> NothingSeen | TooShort | StartedByScripts | None:
+    if not job.sampled.gpus and not job.sampled.ranks:
+        return NothingSeen()
+    if job.judged_moments < LEAST_SAMPLES:
+        return TooShort(samples=job.judged_moments)
+    processes = {rank: job.started_processes(rank) for rank in job.last_ranks}
+    ranks = [rank for rank, number in processes.items() if number]
+    if not ranks:
+        return None
+    nodes = {rank.node for rank in job.launchers}
+    return StartedByScripts(
+        processes=sum(processes.values()), ranks=ranks, share_a_node=len(nodes) < len(job.launchers)
+    )
+
+
+def _too_much(job: SampledJob, kinds: set[str]) -> list[Request]:
+    """Return the requests of which less would have been enough, without those that a remedy needs."""
+    requests = [request for request in requests_of(job) if request.is_too_much]
+    # Nobody knows whether processes that a script has started itself wait for cores.
+    have_started_processes = any(job.started_processes(rank) for rank in job.sampled.ranks)
+    if kinds & NEED_CORES or have_started_processes:
+        requests = [request for request in requests if request.option != CORES]
+    return requests
+
+
+def _devices(job: SampledJob) -> Devices:
+    gpu_names = {job.sampled.gpus[gpu]["name"].iloc[-1] for gpu in job.last_gpus}
+    # A rank that only waits for the processes that its script has started is no worker.
+    cpu_workers = sum(job.started_processes(rank) for rank in job.last_ranks)
+    cpu_workers += sum(rank not in job.launchers for rank in job.last_ranks)
+    return Devices(
+        gpus=len(job.last_gpus),
+        gpu_name=gpu_names.pop() if len(gpu_names) == 1 else "",
+        cpu_workers=cpu_workers,
+        nodes=len(job.last_nodes),
+    )
+
+
+def _last_ranks(job: SampledJob) -> LastRanks:
+    rows = job.ranks_in_the_last_samples()
+    at_work = [rank for rank, row in rows.items() if row.cores >= rank_rules.IDLE_PROCESS_CORES]
+    return LastRanks(idle=[rank for rank in rows if rank not in at_work], at_work=at_work)

@@ -1,0 +1,71 @@
+"""The verdict as JSON, for programs: in the job's folder, and beside the record of each training."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+
+from trainkit.files import replacing
+from trainkit.monitor import wording
+from trainkit.monitor.issues import Issue
+from trainkit.monitor.verdict import Verdict
+from trainkit.record import records
+
+SCHEMA_VERSION = 2
+NAME = "verdict.json"
+
+
+def keep(folder: Path, verdict: Verdict) -> None:
+    """Write `verdict.json` to `folder`, and `<run_id>.monitor.json` next to the CSV of each training.
+
+    Raises:
+        OSError: if one of them cannot be written.
+    """
+    document = as_json(verdict)
+    for path in (folder / NAME, *map(records.verdict_file, verdict.records)):
+        with replacing(path) as file:
+            json.dump(document, file, indent=1)
+
+
+def as_json(verdict: Verdict) -> dict[str, object]:
+    """Return the verdict for JSON, with null for what is unknown.
+
+    The values of a finding's evidence carry their units in their names; shares are from 0 to 1.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "findings": [_issue_as_json(issue, verdict.is_plain) for issue in verdict.findings],
+        "unknown": wording.not_judged_sentence(verdict),
+        "seconds": _plain_value(verdict.seconds),
+        "devices": wording.devices_words(verdict.devices),
+        "energy_kwh": _plain_value(verdict.energy_kwh),
+        "notes": wording.all_notes(verdict),
+        "enough": wording.next_request_sentence(verdict.too_much),
+        "still_there": wording.last_ranks_words(verdict),
+    }
+
+
+def _issue_as_json(issue: Issue, is_plain: bool) -> dict[str, object]:
+    return {
+        "kind": issue.kind,
+        "grade": issue.grade.value,
+        "where": wording.name_locations(issue.locations),
+        "lost_share": _plain_value(issue.lost_share),
+        "evidence": _plain_value(asdict(issue.evidence)),
+        "sentence": wording.issue_sentence(issue, is_plain),
+    }
+
+
+def _plain_value(value: object) -> object:
+    """Return a value as JSON has it, also one of NumPy; None for NaN."""
+    if isinstance(value, Mapping):
+        return {name: _plain_value(part) for name, part in value.items()}
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return value
