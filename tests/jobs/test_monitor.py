@@ -1,6 +1,6 @@
 """slurm/monitor.py, and the jobs that are sampled: what they tell of themselves, and nothing else changes.
 
-What the samples hold is the matter of test_collector.py, and the verdict that of test_waste.py.
+What the samples hold is the matter of test_collector.py, and the verdict that of test_verdict.py.
 """
 
 import json
@@ -328,7 +328,7 @@ def test_a_job_script_may_wait_for_what_it_has_started(on_cluster: Checkout) -> 
 
 def test_a_job_that_ignores_sigterm(on_cluster: Checkout) -> None:
     """Slurm kills it, and the job script, so the verdict comes before; USR1 ends nothing."""
-    program = on_cluster.folder / "trainkit" / "monitor" / "cli.py"
+    program = on_cluster.folder / "trainkit" / "monitor" / "watch.py"
     assert "\nPATIENCE_SECONDS = 8\n" in program.read_text()
     program.write_text(program.read_text().replace("PATIENCE_SECONDS = 8", "PATIENCE_SECONDS = 2"))
     ignores = """

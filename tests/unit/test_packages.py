@@ -16,12 +16,14 @@ MAY_IMPORT = {
     "record": ("distributed",),
     "training": ("config", "data", "distributed", "record"),
     "jobs": ("config", "data.staging", "distributed", "record", "advice"),
-    "doctor": ("config", "data", "distributed", "jobs", "monitor.processes", "record", "training"),
+    "doctor": ("config", "data", "distributed", "jobs", "record", "training"),
     "compare": ("config", "record"),
     "advice": ("config", "record", "compare"),
-    "monitor": ("config", "distributed", "jobs", "record"),
+    "monitor": ("distributed", "record"),
     "workshop": ("compare", "config", "distributed", "record", "jobs", "data.staging"),
 }
+OPTIONAL = ("monitor", "advice", "workshop")
+NOT_FOR_THE_MONITOR = ("jobs", "doctor", "compare", "advice", "workshop", "training", "config", "data")
 # What the doctor and the login node need before an environment exists.
 BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why")
 BARE += tuple(f"doctor.{name}" for name in ("checkup", "cli", "login_node"))
@@ -43,6 +45,7 @@ def imports(path: Path, at_the_top: bool = False) -> set[str]:
 
 
 PACKAGES = [path for path in lessons.files("trainkit/*.py") if path.parent.name != "trainkit"]
+CORE = [path for path in lessons.files("trainkit/*.py") if path.parent.name not in OPTIONAL]
 AT_THE_TOP = {path.stem for path in (REPOSITORY / "trainkit").glob("*.py")}
 
 
@@ -56,6 +59,21 @@ def test_a_package_imports_what_it_may(path: Path) -> None:
     ours = {name.removeprefix("trainkit.") for name in imports(path) if name.startswith("trainkit.")}
     others = {name for name in ours if name.split(".")[0] not in {package, *AT_THE_TOP}} - set(MAY_IMPORT)
     assert not {name for name in others if not name.startswith(MAY_IMPORT[package])}
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_the_core_does_without_the_monitor(path: Path) -> None:
+    """All that they know of each other is a folder of CSVs (record/samples.py)."""
+    assert not {name for name in imports(path) if name.startswith("trainkit.monitor")}
+
+
+def test_the_monitor_needs_no_other_package_than_the_core() -> None:
+    """It can be imported where the packages that it must not need are not there."""
+    names = [path.stem for path in PACKAGES if path.parent.name == "monitor" and path.stem != "__init__"]
+    modules = ", ".join(f"trainkit.monitor.{name}" for name in names)
+    absent = {f"trainkit.{name}": None for name in NOT_FOR_THE_MONITOR}
+    program = f"import sys; sys.modules |= {absent!r}; import {modules}"
+    succeeded(ran(sys.executable, "-c", program, cwd=REPOSITORY))
 
 
 def test_the_login_node_stays_light() -> None:
