@@ -1,38 +1,282 @@
-"""Devices, GPUs and the CPU: which rank has which, whether it computes, its memory, its time, its cores.
+"""What a rank computes on: which device is its own, whether it computes, its memory, its clock, its numbers.
 
-Also the commit that a rank runs. PyTorch calls AMD's GPUs "cuda", too. CUDA graphs: training/capture.py.
+What differs between kinds of devices is in one class for each kind, in the list ACCELERATORS; the functions
+below ask the class of the device that they are given. Another accelerator is one more class.
 """
 
-import ctypes
 import os
 import platform
 import re
 import resource
-import subprocess
-import sys
 import time
 import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from trainkit.distributed.launchers import Place, launcher_of
+from trainkit.distributed.launchers import Place
 from trainkit.errors import UserError, first_line
 
-BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # by which the ranks communicate
 PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
+GIBIBYTE = 2**30
+
+
+class Accelerator:
+    """A kind of device that PyTorch computes on, by the functions of its module, such as torch.cuda.
+
+    PyTorch has the same functions for each accelerator (https://docs.pytorch.org/docs/stable/xpu.html lists
+    those of torch.xpu, for Intel's GPUs), so a class for another one names its type, module and backend, and
+    overrides what its module lacks. Not every accelerator can: PyTorch has no backend of a process group for
+    Apple's GPUs (torch.mps), so they could have one process only.
+    """
+
+    type: str  # of torch.device
+    module: ModuleType
+    backend: str  # by which the ranks communicate
+    # Whether batches are copied to it. From pinned memory it fetches them by itself, as the CPU goes on.
+    has_own_memory = True
+    runs_ahead = True  # whether the CPU queues work for it, and runs ahead of it
+    captures_graphs = False  # whether training/capture.py can capture its steps
+    eval_batch_size = 2_500  # of a test, without --test-batch-size
+
+    def is_available(self) -> bool:
+        """Return whether PyTorch can use at least one."""
+        return self.module.is_available()
+
+    def is_initialized(self) -> bool:
+        """Return whether this process uses it already. To ask it for more would take memory on it."""
+        return self.module.is_initialized()
+
+    def devices(self) -> list[torch.device]:
+        """List those that this process sees, whether or not they compute."""
+        return [torch.device(self.type, index) for index in range(self.module.device_count())]
+
+    def show_own(self, local_rank: int) -> None:
+        """Have this process see the device of its local rank, where it would see that of another rank."""
+
+    def set_device(self, device: torch.device) -> None:
+        """Make the device the one of this process."""
+        self.module.set_device(device)
+
+    def name(self, device: torch.device) -> str:
+        """Return the name of the device, as a record has it."""
+        return self.module.get_device_name(device)
+
+    def version(self) -> str:
+        """Return the release of what PyTorch computes with, for the column `cuda_version`; "" if none."""
+        return ""
+
+    def card(self, device: torch.device) -> str:
+        """Return what is the same for all devices that share a card, on this host only; "" if unknown."""
+        return ""
+
+    def group_settings(self, device: torch.device) -> dict[str, object]:
+        """Return the arguments of init_process_group that are this accelerator's own."""
+        return {}
+
+    def free_memory_share(self, device: torch.device) -> float:
+        """Return the share of the device's memory, from 0 to 1, that no program has taken."""
+        free, size = self.module.mem_get_info(device)
+        return free / size
+
+    def peak_memory_bytes(self, device: torch.device) -> int:
+        """Return the most memory that was allocated on the device since `reset_peak_memory`."""
+        return self.module.max_memory_allocated(device)
+
+    def reset_peak_memory(self) -> None:
+        """Reset the peak of every device that this process uses."""
+        if self.is_initialized():
+            for device in self.devices():
+                self.module.reset_peak_memory_stats(device)
+
+    def devices_in_use(self, device: torch.device) -> list[torch.device]:
+        """List all devices on which this process has used memory, or `device` if none was counted."""
+        return [each for each in self.devices() if self.module.max_memory_allocated(each)] or [device]
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the device has finished its queue."""
+        self.module.synchronize(device)
+
+    def moment(self, device: torch.device) -> "float | torch.Event":
+        """Record a moment in the device's own time, as the CPU runs ahead of it."""
+        event = self.module.Event(enable_timing=True)
+        event.record(self.module.current_stream(device))
+        return event
+
+    def is_capturing(self) -> bool:
+        """Return whether what this process queues is captured in a graph, and not run."""
+        return False
+
+    def seed(self, seed: int) -> None:
+        """Seed device i with `seed` + i; torch.manual_seed would make all of them draw the same numbers."""
+        for index, generator in enumerate(self.module.default_generators):  # there are none before its start
+            generator.manual_seed(seed + index)
+
+    def random_states(self) -> list[torch.Tensor]:
+        """Return the states of the generators of the devices that this process uses."""
+        return self.module.get_rng_state_all() if self.is_initialized() else []
+
+    def set_random_states(self, states: list[torch.Tensor]) -> None:
+        """Restore what `random_states` returned."""
+        self.module.set_rng_state_all(states)
+
+    def keeping_random_numbers(self, device: torch.device) -> AbstractContextManager:
+        """Restore the generators of the CPU and of the device at the end of the block."""
+        return torch.random.fork_rng(devices=[device], device_type=self.type)
+
+    def supports_tf32(self, device: torch.device) -> bool:
+        """Return whether the device multiplies float32 with fewer digits (TF32) if it is allowed to."""
+        return False
+
+    def supports_bf16(self) -> bool:
+        """Return whether the device has units for bfloat16."""
+        return self.module.is_bf16_supported()
+
+
+class Cuda(Accelerator):
+    """NVIDIA's GPUs; and AMD's, which PyTorch for ROCm calls "cuda" as well, with the same functions.
+
+    With ROCm, "nccl" is AMD's RCCL, and there is no TF32. Tried on NVIDIA's only.
+    """
+
+    type = "cuda"
+    module = torch.cuda
+    backend = "nccl"
+    captures_graphs = True
+
+    def show_own(self, local_rank: int) -> None:
+        """Name this rank's slice (MIG): CUDA shows a process only the first of several slices of cards."""
+        slices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if slices[0].startswith("MIG-") and len(slices) > local_rank:
+            os.environ["CUDA_VISIBLE_DEVICES"] = slices[local_rank]
+
+    def version(self) -> str:
+        """Return the release of CUDA, "13.2", or of ROCm, "ROCm 6.4", that PyTorch was built for."""
+        return build().removeprefix("CUDA ")
+
+    def card(self, device: torch.device) -> str:
+        """Return the host and the PCI address of the card; "" if this PyTorch does not have the address."""
+        properties = torch.cuda.get_device_properties(device)
+        if not hasattr(properties, "pci_bus_id"):
+            return ""
+        address = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+        return f"{boot_id().strip()} {address}"
+
+    def group_settings(self, device: torch.device) -> dict[str, object]:
+        """Return the device, which NCCL connects at once; and have NCCL give up without a dump.
+
+        After --timeout PyTorch would hold the GPUs for another minute, to write it to the home folder.
+        """
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        return {"device_id": device}
+
+    def is_capturing(self) -> bool:
+        """Return whether a CUDA graph is being captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def supports_tf32(self, device: torch.device) -> bool:
+        """Return whether the GPU is NVIDIA's, and of compute capability 8.0 or newer."""
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+    def supports_bf16(self) -> bool:
+        """Return whether the GPU has units for bfloat16, and PyTorch does not only emulate it."""
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+class Cpu(Accelerator):
+    """The CPU, where there is no accelerator, or none is wanted."""
+
+    type = "cpu"
+    module = torch.cpu
+    backend = "gloo"
+    has_own_memory = False
+    runs_ahead = False
+    eval_batch_size = 250
+
+    def is_available(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_initialized(self) -> bool:
+        """Return True."""
+        return True
+
+    def devices(self) -> list[torch.device]:
+        """Return the one device that all cores are."""
+        return [torch.device("cpu")]
+
+    def name(self, device: torch.device) -> str:
+        """Return "CPU: " and the processor's name, from Linux's /proc/cpuinfo."""
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"CPU: {line.split(':', 1)[1].strip()}"
+        return f"CPU: {platform.machine()}"  # ARM processors have no name there
+
+    def free_memory_share(self, device: torch.device) -> float:
+        """Return 1: the memory of a job is its own."""
+        return 1.0
+
+    def peak_memory_bytes(self, device: torch.device) -> int:
+        """Return the peak of what was resident since the process started."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def reset_peak_memory(self) -> None:
+        """Do nothing: the peak is the process's and cannot be reset."""
+
+    def devices_in_use(self, device: torch.device) -> list[torch.device]:
+        """Return the CPU."""
+        return [device]
+
+    def synchronize(self, device: torch.device) -> None:
+        """Do nothing: the CPU has finished what it was told."""
+
+    def moment(self, device: torch.device) -> float:
+        """Return the time of the process's clock, in seconds."""
+        return time.perf_counter()
+
+    def seed(self, seed: int) -> None:
+        """Do nothing: torch.manual_seed is for the CPU."""
+
+    def random_states(self) -> list[torch.Tensor]:
+        """Return none: `random_states` below has the CPU's, which every process has."""
+        return []
+
+    def set_random_states(self, states: list[torch.Tensor]) -> None:
+        """Do nothing, as `random_states`."""
+
+    def keeping_random_numbers(self, device: torch.device) -> AbstractContextManager:
+        """Restore the generator of the CPU at the end of the block."""
+        return torch.random.fork_rng(devices=[])
+
+    def supports_bf16(self) -> bool:
+        """Return True: without units for it, which its name does not show, bf16 works, but is slower."""
+        return True
+
+
+# The first one that is available is taken.
+ACCELERATORS: list[Accelerator] = [Cuda(), Cpu()]
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """Return the class of a device."""
+    return next(accelerator for accelerator in ACCELERATORS if accelerator.type == device.type)
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return whether the device is a GPU."""
-    return device.type == "cuda"
+    """Return whether the device has a memory of its own."""
+    return accelerator_of(device).has_own_memory
 
 
 def gpus() -> list[torch.device]:
-    """List the GPUs that this process sees, whether or not they compute."""
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    """List the accelerators that this process sees, whether or not they compute."""
+    return [device for accelerator in ACCELERATORS for device in accelerator.devices() if is_gpu(device)]
+
+
+# --- which device a rank has --------------------------------------------------------------------------
 
 
 def choose_device(here: Place, use_cuda: bool) -> torch.device:
@@ -41,59 +285,58 @@ def choose_device(here: Place, use_cuda: bool) -> torch.device:
     Raises:
         UserError: if PyTorch cannot use the GPUs, or the one chosen does not compute.
     """
-    if use_cuda:
-        # CUDA shows a process only the first of several slices of cards (MIG): name this rank's own.
-        slices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if slices[0].startswith("MIG-") and len(slices) > here.local_rank:
-            os.environ["CUDA_VISIBLE_DEVICES"] = slices[here.local_rank]
-    visible = usable_gpus() if use_cuda else []
+    if not use_cuda:
+        return torch.device("cpu")
+    for accelerator in ACCELERATORS:
+        accelerator.show_own(here.local_rank)
+    visible = usable_gpus()
     if not visible:
-        keep_freed_memory()
-        if not launcher_of().binds_cores():
-            # Bind it to its own cores, as srun does; this launcher gives it every core.
-            cores = sorted(os.sched_getaffinity(0))
-            share = len(cores) // here.local_size
-            if own := cores[here.local_rank * share :][:share]:
-                os.sched_setaffinity(0, own)
         return torch.device("cpu")
     # With as many GPUs as ranks, that of the local rank; else each rank sees its own, as with srun, or
     # process_group.py finds that two have the same. A launcher may not have told how many ranks there are.
     ranks = max(here.local_size, here.local_rank + 1)
-    device = torch.device("cuda", here.local_rank if len(visible) >= ranks else 0)
+    device = visible[here.local_rank if len(visible) >= ranks else 0]
     try_gpu(device)
-    torch.backends.cudnn.benchmark = True  # as all steps have the same shapes
     return device
 
 
 def usable_gpus() -> list[torch.device]:
-    """List the GPUs that PyTorch can use. Training never falls back to the CPU silently.
+    """List the accelerators of the first kind that PyTorch can use; none if there is only the CPU.
 
     Raises:
-        UserError: if it can use none, although the node has some, or Slurm gave some. The practice cluster's
-            GPUs are virtual: there the CPU stands in.
+        UserError: if it can use none, although the node has some, or Slurm gave some: training never falls
+            back to the CPU silently. The practice cluster's GPUs are virtual: there the CPU stands in.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if torch.cuda.is_available():
-            return gpus()
+        for accelerator in ACCELERATORS:
+            if accelerator.has_own_memory and accelerator.is_available():
+                return accelerator.devices()
         if os.environ.get("SLURM_CLUSTER_NAME") == "practice":
             return []
-        # NVIDIA's GPUs have device files, which a job without GPUs may not open; others only PyTorch knows.
-        files = list(Path("/dev").glob("nvidia[0-9]*"))
-        count = sum(os.access(file, os.R_OK | os.W_OK) for file in files) if files else len(gpus())
-        # A value that PyTorch does not accept as a GPU's number or name hides all GPUs, as intended.
-        if not re.match(r"\s*(\d|GPU-|MIG-)", os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
-            count = 0
-        count = count or gpus_given()
+        count = _gpus_missed()
     if not count:
         return []
-    why = "".join(f" ({first_line(warning.message)[:200]})" for warning in caught[:1])
+    why = f" ({first_line(caught[0].message)[:200]})" if caught else ""
     raise UserError(
         f"PyTorch cannot use the {count} GPU(s) of {platform.node()}{why}: torch {torch.__version__} is "
         f"built for {build()}, and the node has {driver()}. Let the GPUs into your container (apptainer "
         "exec --nv), leave CUDA_VISIBLE_DEVICES to Slurm, install a PyTorch for this driver "
         f"({PREVIOUS_VERSIONS}), or add --no-cuda."
     )
+
+
+def _gpus_missed() -> int:
+    """Count the GPUs that this process should have, where PyTorch can use none; 0 if there are none."""
+    # A value that PyTorch does not accept as a GPU's number or name hides all GPUs, as intended.
+    if not re.match(r"\s*(\d|GPU-|MIG-)", os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
+        return gpus_given() or 0
+    # NVIDIA's GPUs have device files, which a job without GPUs may not open; others only PyTorch knows.
+    files = list(Path("/dev").glob("nvidia[0-9]*"))
+    count = len(gpus())
+    if files:
+        count = sum(os.access(file, os.R_OK | os.W_OK) for file in files)
+    return count or gpus_given() or 0
 
 
 def gpus_given() -> int | None:
@@ -109,7 +352,7 @@ def try_gpu(device: torch.device) -> None:
         UserError: if it cannot: PyTorch has no kernels for it, or it is in use, full, or broken.
     """
     try:
-        torch.cuda.set_device(device)
+        accelerator_of(device).set_device(device)
         torch.ones(1, device=device).add(1).item()
     except RuntimeError as error:
         raise UserError(
@@ -125,110 +368,123 @@ def take_all_gpus(seed: int) -> None:
     Raises:
         UserError: as `try_gpu`.
     """
-    if torch.cuda.is_initialized():
-        for gpu in reversed(gpus()):  # the first one stays the current one
-            try_gpu(gpu)
-        seed_gpus(seed)
+    for accelerator in ACCELERATORS:
+        if accelerator.has_own_memory and accelerator.is_initialized():
+            for device in reversed(accelerator.devices()):  # the first one stays the current one
+                try_gpu(device)
+            accelerator.seed(seed)
+
+
+# --- what a device is ---------------------------------------------------------------------------------
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or "CPU: " and the processor's, from Linux's /proc/cpuinfo."""
-    if is_gpu(device):
-        return torch.cuda.get_device_name(device)
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return f"CPU: {line.split(':', 1)[1].strip()}"
-    return f"CPU: {platform.machine()}"  # ARM processors have no name there
+    """Return the GPU's name, or "CPU: " and the processor's."""
+    return accelerator_of(device).name(device)
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Return whether the device is a GPU with TF32."""
+    return accelerator_of(device).supports_tf32(device)
+
+
+def card(device: torch.device) -> str:
+    """Return the host and card of the GPU, the same for all its slices (MIG); "" if PyTorch has none."""
+    return accelerator_of(device).card(device)
 
 
 def build() -> str:
     """Return what this PyTorch computes on: "CUDA 13.2", "ROCm 6.4" or "the CPU only"."""
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
-    return f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU only"
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return "the CPU only"
 
 
 def build_and_backend() -> str:
     """Return what this PyTorch was built for, such as "CUDA 13.2, NCCL 2.30.7"; with ROCm it is RCCL."""
-    nccl = torch.distributed.is_nccl_available()
-    return build() + (f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if nccl else "")
+    if not torch.distributed.is_nccl_available():
+        return build()
+    return f"{build()}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
 
 
 def driver() -> str:
     """Return NVIDIA's driver, as "driver 580.65.06", or "no NVIDIA driver", from the kernel module."""
     with suppress(OSError):
         version = Path("/proc/driver/nvidia/version").read_text()
-        if found := re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", version):
-            return f"driver {found[1]}"
+        release = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", version)
+        if release:
+            return f"driver {release[1]}"
     return "a driver of Windows" if Path("/dev/dxg").exists() else "no NVIDIA driver"
 
 
 def cards() -> str:
     """Describe the GPUs that this process sees, such as "2 x NVIDIA H200, 140 GiB, driver 580.65.06"."""
-    properties = map(torch.cuda.get_device_properties, gpus())
-    kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in properties)
-    described = [f"{count} x {kind}" for kind, count in kinds.items()]
-    return ", ".join(described if torch.version.hip else [*described, driver()])
+    properties = map(torch.cuda.get_device_properties, Cuda().devices())
+    kinds = Counter(f"{gpu.name}, {gpu.total_memory / GIBIBYTE:.0f} GiB" for gpu in properties)
+    words = [f"{count} x {kind}" for kind, count in kinds.items()]
+    if not torch.version.hip:
+        words.append(driver())
+    return ", ".join(words)
 
 
-def card(device: torch.device) -> str:
-    """Return the host and card of the GPU, the same for all its slices (MIG); "" if PyTorch has none."""
-    properties = torch.cuda.get_device_properties(device)
-    if not hasattr(properties, "pci_bus_id"):
-        return ""
-    place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    return f"{cores()[0].strip()} {place}"
+def boot_id() -> str:
+    """Return the id of this host's boot, which no other host has."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()
+
+
+# --- its memory, its clock, its random numbers --------------------------------------------------------
 
 
 def devices_in_use(device: torch.device) -> list[torch.device]:
     """List all GPUs on which this process has used memory, or its device if none was counted, as of a CPU."""
-    return [gpu for gpu in gpus() if is_gpu(device) and torch.cuda.max_memory_allocated(gpu)] or [device]
+    return accelerator_of(device).devices_in_use(device)
 
 
 def peak_memory_mb(device: torch.device) -> float:
     """Return the peak in megabytes (1e6 bytes): allocated on the GPU since `reset_peak_memory`, or resident
     on a CPU since the process started.
     """
-    if is_gpu(device):
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    return accelerator_of(device).peak_memory_bytes(device) / 1e6
 
 
 def reset_peak_memory() -> None:
     """Reset the peak of every GPU. That of a CPU is the process's and cannot be reset."""
-    for gpu in gpus() if torch.cuda.is_initialized() else ():
-        torch.cuda.reset_peak_memory_stats(gpu)
+    for accelerator in ACCELERATORS:
+        accelerator.reset_peak_memory()
 
 
 def wait_for(device: torch.device) -> None:
     """Wait until a GPU has finished its queue."""
-    if is_gpu(device):
-        torch.cuda.synchronize(device)
+    accelerator_of(device).synchronize(device)
 
 
-def moment(device: torch.device) -> "float | torch.cuda.Event":
+def moment(device: torch.device) -> "float | torch.Event":
     """Record a moment for `between`, in the GPU's own time if there is one, as the CPU runs ahead of it."""
-    if not is_gpu(device):
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return accelerator_of(device).moment(device)
 
 
-def between(began: "float | torch.cuda.Event", ended: "float | torch.cuda.Event") -> float:
+def between(began: "float | torch.Event", ended: "float | torch.Event") -> float:
     """Return the seconds from one moment to the other; a GPU must have reached the later one."""
-    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
+    if isinstance(began, float):
+        return ended - began
+    milliseconds = began.elapsed_time(ended)
+    return milliseconds / 1000
 
 
 def seed_gpus(seed: int) -> None:
-    """Seed GPU i with `seed` + i; torch.manual_seed would make all of them draw the same numbers."""
-    for index, generator in enumerate(torch.cuda.default_generators):  # none before CUDA's start
-        generator.manual_seed(seed + index)
+    """Seed the generators of all accelerators, each device with a number of its own."""
+    for accelerator in ACCELERATORS:
+        accelerator.seed(seed)
 
 
 def random_states() -> list[torch.Tensor]:
     """Return the states of this process's generators: the CPU's, then those of its GPUs."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+    states = [torch.get_rng_state()]
+    for accelerator in ACCELERATORS:
+        states += accelerator.random_states()
+    return states
 
 
 def set_random_states(states: list[torch.Tensor]) -> bool:
@@ -236,59 +492,14 @@ def set_random_states(states: list[torch.Tensor]) -> bool:
     if len(states) != len(random_states()):
         return False
     torch.set_rng_state(states[0])
-    torch.cuda.set_rng_state_all(states[1:])
+    of_devices = states[1:]
+    for accelerator in ACCELERATORS:
+        count = len(accelerator.random_states())
+        accelerator.set_random_states(of_devices[:count])
+        of_devices = of_devices[count:]
     return True
 
 
 def keeping_random_numbers(device: torch.device) -> AbstractContextManager:
     """Restore the generators at the end of the block, as if nothing had been drawn in it."""
-    return torch.random.fork_rng(devices=[device] if is_gpu(device) else [])
-
-
-def has_tf32(device: torch.device) -> bool:
-    """Return whether the device is a GPU with TF32."""
-    nvidia = is_gpu(device) and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def git_commit() -> str:
-    """Return the commit of the script's checkout, or else of this one, with "-dirty" if it was changed."""
-    command = ["git", "describe", "--always", "--dirty"]
-    for folder in (Path(sys.argv[0]).resolve().parent, Path(__file__).parent):
-        with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or a disk that hangs
-            done = subprocess.run(command, cwd=folder, capture_output=True, errors="replace", timeout=30)
-            commit = done.stdout.strip().rpartition("\n")[2]  # of a git that also says other things
-            if re.fullmatch(r"[\w.+-]{1,100}", commit):
-                return commit
-    return ""
-
-
-def keep_freed_memory() -> None:
-    """Stop glibc from returning the activations to the kernel after every step.
-
-    By default it returns large blocks at once, and the next step faults each of their pages in
-    again: 9,000 faults in a step of 128 images, 73,000 in one of 1,024. Values from mallopt(3);
-    other C libraries have no mallopt.
-    """
-    m_trim_threshold, m_mmap_max = -1, -4
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
-
-
-def cores() -> tuple[str, set[int]]:
-    """Return the id of this host's boot, and the cores that this process may use."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(), os.sched_getaffinity(0)
-
-
-def limit_threads(of_all_ranks: list[tuple[str, set[int]]]) -> None:
-    """Limit this rank's threads to its share of its cores, given the `cores` of every rank.
-
-    If threads share a core, each step waits for one that is not running. The CPUs that Slurm gives a rank
-    may be shared: on the practice cluster all nodes are one machine.
-    """
-    host, own = cores()
-    users = Counter(core for other_host, others in of_all_ranks if other_host == host for core in others)
-    share = sum(1 / users[core] for core in own)
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), int(share + 1e-6))))
+    return accelerator_of(device).keeping_random_numbers(device)

@@ -24,10 +24,11 @@ from trainkit import errors
 from trainkit.compare.page import markdown
 from trainkit.config.command_line import Parser, at_least
 from trainkit.data import staging
-from trainkit.devices import device_name, git_commit, has_tf32
+from trainkit.devices import device_name, has_tf32
 from trainkit.files import check_writable
 from trainkit.jobs.stages import STAGES
 from trainkit.record import records
+from trainkit.training.facts import git_commit
 
 HERE = Path(__file__).resolve().parent
 SPEEDS = {"images_per_s": "training", "eval_images_per_s": "evaluation"}

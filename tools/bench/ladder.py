@@ -17,8 +17,8 @@ from torch import nn
 from trainkit.data import datasets as data
 from trainkit.data import staging
 from trainkit.data.loaders import Batch, DistributedBatchSampler, ResidentBatches
-from trainkit.devices import keep_freed_memory
 from trainkit.training.model import Dropout
+from trainkit.tuning import keep_freed_memory
 
 RUNGS = (
     "classic script",

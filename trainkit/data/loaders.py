@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from trainkit.config.options import Options, check_sizes
 from trainkit.data.datasets import Split
-from trainkit.devices import is_gpu
+from trainkit.devices import accelerator_of
 from trainkit.distributed import process_group
 from trainkit.errors import UserError, first_line
 from trainkit.signals import STOP_SIGNALS
@@ -31,7 +31,6 @@ from trainkit.signals import STOP_SIGNALS
 Batch = tuple[torch.Tensor, torch.Tensor]  # or what a collate_fn makes
 Data = Split | Dataset  # any with a length and samples by number
 # Images per evaluation step without --test-batch-size: between small steps a GPU would wait.
-TEST_BATCH = 250, 2_500  # on a CPU, on a GPU
 LONGEST_TMPDIR_BYTES = 75
 
 
@@ -80,7 +79,7 @@ def testing(
     """
     if (size := options.test_size or 1) > len(split):
         raise UserError(f"--test-size {size} is more than the {len(split)} test images: lower it.")
-    batch = options.test_batch_size or TEST_BATCH[is_gpu(device)]
+    batch = options.test_batch_size or accelerator_of(device).eval_batch_size
     split = _first(split, batch * world_size if options.dry_run else options.test_size or len(split))
     order = UnpaddedTestSampler(len(split), batch, rank, world_size)
     return _make_batches(split, order, options, device, **loader)
@@ -274,7 +273,7 @@ class WorkerBatches(Batches):
             batch_sampler=steps,
             persistent_workers=num_workers > 0,
             worker_init_fn=_obey_the_parent,
-            pin_memory=is_gpu(device),
+            pin_memory=accelerator_of(device).has_own_memory,
             **loader,
         )
         # Fork now, before the training: later a thread of the process group could be about to enter Python

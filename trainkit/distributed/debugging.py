@@ -14,7 +14,7 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
-from trainkit.devices import cores, device_name
+from trainkit.devices import device_name
 from trainkit.distributed.launchers import node
 from trainkit.errors import tell
 from trainkit.files import explained, replacing
@@ -80,7 +80,7 @@ def _write_stacks(file: TextIO, path: Path, every: float) -> None:
 
 def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
     """Print, on rank 0, where each rank runs."""
-    own_cores = ",".join(map(str, sorted(cores()[1])))
+    own_cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     backend = dist.get_backend() if dist.is_initialized() else "no group"
     own = f"rank {rank} on {node()}: {device} {device_name(device)}, core(s) {own_cores}, {backend}"
     names = gather(own)

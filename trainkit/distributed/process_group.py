@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401  imported within a group, it would keep that alive
 
-from trainkit.devices import BACKENDS, card, choose_device, cores, gpus, is_gpu, limit_threads
+from trainkit.devices import accelerator_of, card, choose_device, gpus
 from trainkit.distributed import debugging, meeting
 from trainkit.distributed import launchers as place
 from trainkit.distributed.launchers import Place
@@ -108,7 +108,9 @@ def _with_device(here: Place, use_cuda: bool, debug_dir: Path | None, every: flo
 
 
 def _settled(here: Place, debug_dir: Path | None) -> Place:
-    limit_threads(gather(cores()))
+    from trainkit.tuning import tune_process  # which uses this module
+
+    tune_process(here)
     if debug_dir:
         debugging.introduce(debug_dir, here.rank, here.device, gather)
     return here
@@ -116,25 +118,27 @@ def _settled(here: Place, debug_dir: Path | None) -> Place:
 
 def _meet(here: Place, timeout: timedelta) -> None:
     """Find the others through the store of rank 0, or torchrun, and make the process group."""
-    own_card = card(here.device) if is_gpu(here.device) else ""
+    accelerator = accelerator_of(here.device)
+    own_card = card(here.device)
     store = dist.HashStore()
     if here.size > 1:
         store = _reach_store(here, timeout)
         _await_all(store, here, own_card, timeout)
-    how = {"backend": BACKENDS[here.device.type]}
-    if is_gpu(here.device):
-        _refuse_shared_card(store, here, own_card)
-        # After --timeout PyTorch would hold the GPUs for another minute, to write a dump to the home folder.
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-        how["device_id"] = here.device
+    _refuse_shared_card(store, here, own_card)
     unable = "the ranks could not connect to each other"
     what_to_do = f"set SITE_NETWORK_INTERFACE in slurm/site.sh to the network between the nodes; {DOCTOR}."
     with _at_most(timeout, f"{unable} (no answer): {what_to_do}"):
         try:
-            dist.init_process_group(store=store, rank=here.rank, world_size=here.size, timeout=timeout, **how)
+            dist.init_process_group(
+                backend=accelerator.backend,
+                store=store,
+                rank=here.rank,
+                world_size=here.size,
+                timeout=timeout,
+                **accelerator.group_settings(here.device),
+            )
         except (RuntimeError, ValueError) as error:
-            cause = meeting.not_connected(gloo=not is_gpu(here.device), nodes=here.nodes)
+            cause = meeting.not_connected(gloo=accelerator.backend == "gloo", nodes=here.nodes)
             if cause:
                 raise UserError(f"{unable}: {cause.what}: {cause.fix}.") from None
             raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None

@@ -21,6 +21,7 @@ from trainkit.distributed import process_group
 from trainkit.distributed.launchers import node
 from trainkit.doctor.checkup import FAULT, FIXES, OK, STEP_SECONDS, WARNING, Finding, in_words, send
 from trainkit.training import clock, run  # noqa: F401  as a rank imports it
+from trainkit.training.facts import git_commit
 
 # Of the tensors that are summed: 1 KB to 64 MB.
 SIZES_BYTES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))
@@ -36,7 +37,7 @@ LEAST_FREE_MEMORY = 0.8
 
 def software() -> Iterator[Finding]:
     """Report the versions that this rank has imported."""
-    commit = device.git_commit() or "unknown (no git there)"
+    commit = git_commit() or "unknown (no git there)"
     yield Finding("software", OK, f"torch {torch.__version__}, commit {commit}")
 
 
@@ -49,13 +50,11 @@ def mnist(data_dir: Path) -> Iterator[Finding]:
 def gpus(tasks: int | None) -> Iterator[Finding]:
     """Check this rank's GPU, chosen as in a training; one rank of a node checks those of all `tasks`."""
     chosen = device.choose_device(place.read(), use_cuda=True)
-    if device.is_gpu(chosen):
-        free_bytes, all_bytes = torch.cuda.mem_get_info(chosen)
-        if free_bytes < LEAST_FREE_MEMORY * all_bytes:
-            taken = 1 - free_bytes / all_bytes
-            message = f"{taken:.0%} of its GPU's memory is taken before the training starts"
-            fix = f"another program computes there; to avoid the node: sbatch --exclude={node()}"
-            yield Finding("gpus", WARNING, message, fix)
+    free = device.accelerator_of(chosen).free_memory_share(chosen)
+    if free < LEAST_FREE_MEMORY:
+        message = f"{1 - free:.0%} of its GPU's memory is taken before the training starts"
+        fix = f"another program computes there; to avoid the node: sbatch --exclude={node()}"
+        yield Finding("gpus", WARNING, message, fix)
     if tasks:
         yield from _gpus_of_the_node(tasks)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.devices import is_gpu, keeping_random_numbers
+from trainkit.devices import accelerator_of, keeping_random_numbers
 from trainkit.errors import UserError, first_line
 
 
@@ -15,7 +15,7 @@ def check(model: nn.Module) -> None:
     """Raise a UserError if no CUDA graph can be made."""
     if isinstance(model, nn.DataParallel):
         raise UserError("DataParallel copies the network in every step and cannot be captured: use stage 03.")
-    if not is_gpu(next(model.parameters()).device):
+    if not accelerator_of(next(model.parameters()).device).captures_graphs:
         raise UserError("a CUDA graph needs a GPU, and this run is on the CPU: train with --how eager there.")
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from trainkit.devices import between, is_gpu, moment
+from trainkit.devices import accelerator_of, between, moment
 
 
 class ComputeTime:
@@ -55,7 +55,7 @@ class ComputeTime:
         self._last, self._began = None, moment(self._device)
 
     def _gradient(self, weights: torch.Tensor) -> None:
-        if is_gpu(self._device) and torch.cuda.is_current_stream_capturing():
+        if accelerator_of(self._device).is_capturing():
             self._captured = True
             return
         self._last, self._ended = weights, moment(self._device)

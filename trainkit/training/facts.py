@@ -1,9 +1,15 @@
 """The columns of a record that every start of a training knows before its first epoch."""
 
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
 import torch
 from torch import nn
 
-from trainkit.devices import build, device_name, git_commit, is_gpu
+from trainkit.devices import accelerator_of, device_name
 from trainkit.distributed import launchers as place
 from trainkit.distributed import process_group
 from trainkit.distributed.launchers import Place
@@ -27,7 +33,19 @@ def of_start(here: Place, model: nn.Module, dataset: str) -> dict[str, object]:
         "job_id": place.job_id(),
         "node_list": place.node_list(),
         "torch_version": str(torch.__version__),
-        "cuda_version": build().removeprefix("CUDA ") if is_gpu(here.device) else "",
+        "cuda_version": accelerator_of(here.device).version(),
         # Of rank 0, which writes the record: all ranks at once would burden the disk that they share.
         "git_commit": git_commit() if process_group.is_rank_0() else "",
     }
+
+
+def git_commit() -> str:
+    """Return the commit of the script's checkout, or else of this one, with "-dirty" if it was changed."""
+    command = ["git", "describe", "--always", "--dirty"]
+    for folder in (Path(sys.argv[0]).resolve().parent, Path(__file__).parent):
+        with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or a disk that hangs
+            done = subprocess.run(command, cwd=folder, capture_output=True, errors="replace", timeout=30)
+            commit = done.stdout.strip().rpartition("\n")[2]  # of a git that also says other things
+            if re.fullmatch(r"[\w.+-]{1,100}", commit):
+                return commit
+    return ""

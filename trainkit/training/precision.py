@@ -14,7 +14,7 @@ from torch import nn
 from trainkit.config.options import Options
 from trainkit.data.datasets import Split
 from trainkit.data.loaders import Data
-from trainkit.devices import device_name, has_tf32, is_gpu, keeping_random_numbers
+from trainkit.devices import accelerator_of, device_name, has_tf32, keeping_random_numbers
 from trainkit.distributed import process_group
 from trainkit.errors import UserError
 from trainkit.training import clock
@@ -92,9 +92,7 @@ def _worth_a_trial(model: nn.Module) -> list[str]:
     network = unwrapped(model)
     device, weights = _device(network), _of_weights(network)
     names = ["tf32" if weights == "fp32" and has_tf32(device) else weights]
-    # A CPU's name does not show whether it has units for bf16; without them bf16 works, but is slower.
-    has_bf16 = not is_gpu(device) or torch.cuda.is_bf16_supported(including_emulation=False)
-    if hasattr(network, "precision") and weights == "fp32" and has_bf16:
+    if hasattr(network, "precision") and weights == "fp32" and accelerator_of(device).supports_bf16():
         names.append("bf16")
     return names
 
@@ -111,7 +109,7 @@ def _worth_its_loss(names: list[str], model: nn.Module, options: Options, train_
     device = _device(network)
     devices = len(model.device_ids) if isinstance(model, nn.DataParallel) else process_group.count()
     batch, steps = options.batch_size // devices, 10  # in a row, as a GPU works through a queue
-    if not is_gpu(device):
+    if not accelerator_of(device).runs_ahead:
         batch, steps = min(batch, MOST_INPUTS_ON_CPU), 1
     inputs = train_set.prepare(train_set.inputs[torch.arange(batch) % len(train_set)].to(device))
     # The training's dropout must not depend on this.
