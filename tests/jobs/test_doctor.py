@@ -142,16 +142,15 @@ def test_a_controller_that_is_down(fake: Callable) -> None:
     fake("sbatch", "")
     fake("srun", "")
     fake("scontrol", "echo 'Slurmctld(primary) at here is DOWN'")
-    told = found(login_node.check_slurm(), "slurm", FAULT)
-    assert told.startswith("Slurm's controller does not answer (Slurmctld(primary) at here is DOWN) -> try")
+    assert "is DOWN" in found(login_node.check_slurm(), "slurm", FAULT)
 
 
 def test_without_slurm_the_rest_is_still_looked_at(checkout: Checkout) -> None:
     checkout.site("export SBATCH_MEM_PER_GPU=2G\n")
     told = diagnose(checkout.run(*command(checkout, "--json", "--job")))
-    assert "SBATCH_MEM_PER_GPU counts for submit.py, but not for job scripts" in found(told, "site", WARNING)
-    assert "there is no Slurm here: sbatch is not on PATH" in found(told, "slurm", FAULT)
-    assert "not started" in found(told, "job", FAULT)
+    assert "SBATCH_MEM_PER_GPU" in found(told, "site", WARNING)
+    assert "sbatch is not on PATH" in found(told, "slurm", FAULT)
+    assert found(told, "job", FAULT)
     assert "make cluster-up" in found(told, "slurm", FAULT)
     fine = {finding["check"] for finding in told["findings"] if finding["level"] == OK}
     assert fine == {"site", "environment", "data", "folders"}
@@ -174,11 +173,11 @@ def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:
     checkout.site("SITE_DATA_DIR=/nowhere\nSITE_RESULTS_DIR=/etc/passwd/results\n")
     told = diagnose(checkout.run(*command(checkout, "--json")))
     data = found(told, "data", FAULT)
-    assert "no usable MNIST in /nowhere" in data
-    assert "-> get it once, on a machine with internet, with: python -m trainkit.data.datasets" in data
+    assert "/nowhere" in data
+    assert "python -m trainkit.data.datasets" in data.partition(" -> ")[2]
     folders = found(told, "folders", FAULT)
-    assert "results cannot be written to /etc/passwd/results (Not a directory) -> set SITE_RES" in folders
-    assert "checkpoints cannot be written to /etc/passwd/results/jobs (Not a directory)" in folders
+    assert re.search("results .*/etc/passwd/results .* -> .*SITE_RESULTS_DIR", folders)
+    assert re.search("checkpoints .*/etc/passwd/results/jobs ", folders)
 
 
 @pytest.mark.parametrize(("in_job_too", "level"), [(False, FAULT), (True, WARNING)])
@@ -212,15 +211,15 @@ def test_what_pytorch_can_do_on_the_login_node(
 def test_a_container_of_srun_is_seen_in_the_job_only(site_file: Path) -> None:
     site_file.write_text("SITE_SRUN_ARGS=(--container-image=tutorial.sqsh)\n")
     told = login_node.check_environment(site.read_site(), in_job_too=False)
-    assert "seen only from inside srun's container" in found(told, "environment", WARNING)
+    assert "container" in found(told, "environment", WARNING)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--nodes", "0"], "argument --nodes: 0 is too small, it must be 1"),
-        (["--gpus", "two"], "argument --gpus: 'two' is not a whole number"),
-        (["--nodes", "2", "--gpus", "3"], "--gpus 3 does not divide among 2 nodes"),
+        (["--nodes", "0"], "--nodes: 0 is too small"),
+        (["--gpus", "two"], "--gpus: 'two'"),
+        (["--nodes", "2", "--gpus", "3"], "divide among 2 nodes"),
         (["--", "--mem", "8G"], "'8G' is not an option"),
         (["--jobs"], "unrecognized arguments: --jobs"),
     ],
@@ -263,11 +262,6 @@ def node(in_a_job: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     return make
 
 
-def told_by(check: Callable, *arguments: object) -> str:
-    """The level and the text of each finding of a rank, a line each."""
-    return "\n".join(f"{one.level}: {one.message} -> {one.fix}" for one in check(*arguments))
-
-
 def given(gpus: int, seen: int) -> dict[str, object]:
     return {"SLURM_GPUS_ON_NODE": gpus, "SLURM_CLUSTER_NAME": "practice", "gpus": seen}
 
@@ -277,35 +271,30 @@ GPUS = (checkup_torch.gpus, 2)  # of two tasks
 
 
 @pytest.mark.parametrize(
-    ("found_there", "check", "words"),
+    ("facts", "check", "level", "key_words"),
     [
-        ({}, CORES, "ok: 8 per rank"),
-        (
-            {"cores": 1},
-            CORES,
-            "fault: asked for 8 cores, but may run on 1 only -> give --cpus-per-task to srun",
-        ),
-        ({"SLURM_CPUS_PER_TASK": 16}, CORES, "warning: asked for 16 cores, but may run on 8 only"),
-        ({"MASTER_ADDR": "127.0.0.1"}, (checkup._names,), "ok: resolves the master, 127.0.0.1"),
-        (given(2, 2), GPUS, "ok: 2 x NVIDIA H200, 140 GiB, driver 535.104.05, CUDA 12.1"),
-        (given(4, 4), GPUS, "fault: 2 task(s) for 4 GPU(s): there has to be one task per GPU -> sbatch"),
-        (given(0, 0), GPUS, "warning: the job has no GPU: it will train on the CPU"),
-        (given(2, 0), GPUS, "ok: 2 virtual GPU(s) of the practice cluster: the ranks train on the CPU"),
-        (given(2, 1), GPUS, "warning: a task sees 1 of 2 GPUs, which stops them from copying to each other"),
-        (
-            {"gpus": 2, "free": 35},
-            (checkup_torch.gpus, None),
-            "warning: 75% of its GPU's memory is taken before the training starts -> another program "
-            "computes there; to avoid the node: sbatch --exclude=n2",
-        ),
+        ({}, CORES, OK, "8 per rank"),
+        ({"cores": 1}, CORES, FAULT, "1 only -> give --cpus-per-task"),
+        ({"SLURM_CPUS_PER_TASK": 16}, CORES, WARNING, "8 only"),
+        ({"MASTER_ADDR": "127.0.0.1"}, (checkup._names,), OK, "127.0.0.1"),
+        (given(2, 2), GPUS, OK, "2 x NVIDIA H200, 140 GiB, driver 535.104.05, CUDA 12.1"),
+        (given(4, 4), GPUS, FAULT, "--ntasks-per-node=4"),
+        (given(0, 0), GPUS, WARNING, "no GPU"),
+        (given(2, 0), GPUS, OK, "2 virtual GPU(s)"),
+        (given(2, 1), GPUS, WARNING, "1 of 2 GPUs"),
+        ({"gpus": 2, "free": 35}, (checkup_torch.gpus, None), WARNING, "75%"),
     ],
 )
-def test_a_fault_of_a_node_is_found(found_there: dict, check: tuple, words: str, node: Callable) -> None:
-    node(**found_there)
-    told = told_by(*check)
-    assert words in told
-    if words.startswith("ok"):
-        assert all(line.startswith("ok") for line in told.splitlines())
+def test_a_fault_of_a_node_is_found(
+    facts: dict, check: tuple, level: str, key_words: str, node: Callable
+) -> None:
+    node(**facts)
+    function, *arguments = check
+    findings = list(function(*arguments))
+    texts = [f"{finding.message} -> {finding.fix}" for finding in findings if finding.level == level]
+    assert any(key_words in text for text in texts), findings
+    if level == OK:
+        assert not [finding for finding in findings if finding.level != OK]
 
 
 def test_a_folder_that_is_not_shared(
@@ -316,12 +305,12 @@ def test_a_folder_that_is_not_shared(
     for node in ("n1", "n2"):
         in_a_job(SLURMD_NODENAME=node)
         checkup._leave_notes(folders)
-    assert told_by(checkup._look_for_notes, folders, 2).startswith("ok: writes the results and job folders")
+    assert [finding.level for finding in checkup._look_for_notes(folders, 2)] == [OK]
     (tmp_path / "results" / ".doctor-7-n1").unlink()
-    why = "fault: sees the files of 1 of 2 nodes in the results folder: it is not shared"
-    assert told_by(checkup._look_for_notes, folders, 2).startswith(why)
+    fault, _ = checkup._look_for_notes(folders, 2)
+    assert fault.level == FAULT and "1 of 2 nodes" in fault.message
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="the results folder's files cannot be written to"):
+    with pytest.raises(UserError, match="results folder"):
         checkup._leave_notes({"results": tmp_path / "file" / "results"})
 
 
@@ -350,9 +339,9 @@ def test_wrong_sums_of_an_all_reduce_are_a_fault(in_a_job: Callable, monkeypatch
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
     wrong = torch.arange(7)
     monkeypatch.setattr(process_group, "sum_in_place", lambda values: values.index_fill(0, wrong, -1))
-    assert told_by(checkup_torch.all_reduce, 1).startswith(
-        "fault: 7 of the sums over all ranks are wrong, at 1 KB -> do not train there"
-    )
+    (fault,) = checkup_torch.all_reduce(1)
+    assert (fault.check, fault.level) == ("all-reduce", FAULT)
+    assert fault.message.startswith("7 of the sums")
 
 
 def test_what_ranks_cannot_tell_of_themselves() -> None:
@@ -445,15 +434,15 @@ def test_a_job_that_slurm_refuses_is_a_fault(on_cluster: Callable, checkout: Che
     checkout.site(f"{NO_PYTHON}export SBATCH_PARTITION=nowhere\n")
     told = found(on_cluster("--job"), "submission", FAULT)
     assert "Invalid partition name specified" in told
-    assert "set SBATCH_PARTITION in slurm/site.sh" in told
+    assert "SBATCH_PARTITION" in told.partition(" -> ")[2]
     told = found(on_cluster("--gpus", 64, "--", "--partition=debug"), "submission", FAULT)
-    assert "not available -> ask for fewer --gpus" in told
+    assert "fewer --gpus" in told.partition(" -> ")[2]
     checkout.site(NO_PYTHON)
     script = checkout.folder / "03_multigpu_ddp" / "slurm_submit.sh"
     script.write_text(script.read_text().replace("--gpus-per-node=2", "--gpus-per-node=64"))
     told = on_cluster()
     assert found(told, "submission", OK)
-    assert "job script of stage 03: Slurm refuses" in found(told, "submission", WARNING)
+    assert "job script of stage 03" in found(told, "submission", WARNING)
 
 
 @pytest.mark.parametrize(
@@ -495,8 +484,8 @@ def test_a_job_that_does_not_start_is_cancelled(
     """It is sent although its Python does not work on the login node: it may on the others."""
     checkout.site(NO_PYTHON)
     told = on_cluster("--job", "--wait", 0, "--", "--begin=now+1hour")
-    assert "the job's Python does not work here" in found(told, "environment", WARNING)
-    assert "did not start (--wait 0); Slurm says: BeginTime" in found(told, "job", FAULT)
+    assert found(told, "environment", WARNING)
+    assert "BeginTime" in found(told, "job", FAULT)
     assert not left_in_queue(cluster)
 
 

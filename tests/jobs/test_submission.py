@@ -122,16 +122,17 @@ def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
     assert checkout.submit_py("single", "--gpus", 0, "--wait", CUDA_VISIBLE_DEVICES="3").returncode == 0
     (facts,) = facts_in(*set(job_folders(checkout)) - before)
     assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == ""
-    for stage, arguments, told in (
-        ("single", (), "would run as 1 local"),
-        ("ddp", ("--gpus", 2), "would run as 2 local"),
-        ("ddp", ("--gpus", 4), "error: --gpus 4 is more than the 3 GPU(s) of this machine: lower it"),
-        ("ddp", ("--gpus", 4, "--no-cuda"), "would run as 4 local"),
-        ("ddp", ("--no-cuda",), "would run as 2 local"),
-        ("dp", (), "does not divide among 3 GPUs: the nearest is 63 or 66"),
+    for stage, arguments, exit_code, key_words in (
+        ("single", (), 0, "1 local"),
+        ("ddp", ("--gpus", 2), 0, "2 local"),
+        ("ddp", ("--gpus", 4), 1, "3 GPU(s) of this machine"),
+        ("ddp", ("--gpus", 4, "--no-cuda"), 0, "4 local"),
+        ("ddp", ("--no-cuda",), 0, "2 local"),
+        ("dp", (), 1, "63 or 66"),
     ):
         done = checkout.submit_py(stage, *arguments, "--dry-run")
-        assert told in done.stdout + done.stderr, arguments
+        assert done.returncode == exit_code, arguments
+        assert key_words in done.stdout + done.stderr, arguments
         assert "Traceback" not in done.stderr
 
 
@@ -156,7 +157,7 @@ def test_gpus_are_those_that_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> No
         (("time.sleep(1); raise RuntimeError('gloo')", "os.kill(os.getpid(), signal.SIGKILL)"),
          "rank 1 ended silently: killed"),
         (("import nothing_of_that_name", ""),
-         f"error on rank 0: {sys.executable} has no nothing_of_that_name: "),
+         "error on rank 0: .*nothing_of_that_name"),
     ],
     ids=["raises", "is killed", "without its parent", "is killed and lost", "cannot import"],
 )  # fmt: skip
@@ -165,7 +166,7 @@ def test_the_rank_that_failed_tells_why(faults: tuple[str, str], error: str, che
     checkout.script("ddp").write_text(FACTS.replace("# here", planted))
     done = checkout.submit_py("ddp", "--gpus", 2, "--wait", *SMALL)
     assert done.returncode == 1
-    assert re.fullmatch(rf"job \d+ failed: {re.escape(error)}.*\n", done.stderr), done.stderr
+    assert re.fullmatch(rf"job \d+ failed: {error}.*\n", done.stderr), done.stderr
     (folder,) = map(str, job_folders(checkout))
     ours = [one for one in psutil.process_iter(["cmdline"]) if folder in (one.info["cmdline"] or ())]
     assert psutil.wait_procs(ours, timeout=60)[1] == []
@@ -427,13 +428,13 @@ def test_a_job_script_asks_for_as_much_memory_as_submit_py(checkout: Checkout) -
     ids=["site file", "options", "inside a job"],
 )
 def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, checkout: Checkout) -> None:
-    told = checkout.folder / "told"
+    received = checkout.folder / "received"
     variables = "$SBATCH_PARTITION,$SBATCH_TIMELIMIT,$SLURM_NTASKS,$SLURM_CONF"
-    checkout.fake("sbatch", f"echo {variables} >{shlex.quote(str(told))}; echo Submitted batch job 7")
+    checkout.fake("sbatch", f"echo {variables} >{shlex.quote(str(received))}; echo Submitted batch job 7")
     checkout.fake("srun", "")
     checkout.site("export SBATCH_PARTITION=site")
     done = succeeded(checkout.submit_py("single", *arguments, SBATCH_PARTITION="shell", **environment))
-    assert told.read_text().strip() == sent
+    assert received.read_text().strip() == sent
     assert ("this shell is in job 1, " in done.stdout) == ("SLURM_JOB_ID" in environment)
     (folder,) = job_folders(checkout)
     for line in ("squeue --jobs=7", "scancel 7", f"tail -n +1 -F '{folder}/7_0_log.out'"):
@@ -476,48 +477,55 @@ def job_seven(checkout: Checkout) -> SlurmHandle:
 
 
 @pytest.mark.parametrize(
-    ("squeue", "sacct", "outcome", "told"),
+    ("squeue", "sacct", "outcome", "state", "detail"),
     [
-        (_show("PENDING", "Priority"), None, None, "queued: Priority"),
-        (_show("PENDING"), None, None, "queued: no reason yet"),
-        (_show("RESV_DEL_HOLD", "ReservationDeleted"), None, None, "queued: ReservationDeleted"),
-        (_show("PENDING", "BeginTime", restarts=2), None, WENT_BACK, "queued: BeginTime, restart 2"),
+        (_show("PENDING", "Priority"), None, None, "queued", "Priority"),
+        (_show("PENDING"), None, None, "queued", "no reason"),
+        (_show("RESV_DEL_HOLD", "ReservationDeleted"), None, None, "queued", "ReservationDeleted"),
+        (_show("PENDING", "BeginTime", restarts=2), None, WENT_BACK, "queued", "BeginTime, restart 2"),
         # It ended well while it was preempted, and Slurm 24.11 brings it back. The next has not begun: the
         # outcome is that of an older job with its number.
-        (_show("PENDING", "BeginTime", restarts=1), None, WELL, "done: results: somewhere"),
-        (_show("PENDING", "Priority"), None, WELL, "queued: Priority"),
-        (_show("PENDING", "launch failed requeued held"), None, None, "failed: a node could not start it"),
-        (_show("RUNNING"), None, None, "running: epoch 2/3: so far"),
-        (_show("COMPLETING"), None, WELL, "running: epoch 2/3: so far"),
-        (_show("COMPLETED"), None, WELL, "done: results: somewhere"),
-        (_show("COMPLETED"), None, None, "done: results: somewhere"),
-        (_show("TIMEOUT"), None, _failed(), "failed: it reached its time limit"),
-        (_show("FAILED"), None, _failed("error on rank 1: x", "y"), "failed: error on rank 1: x"),
-        (_show("OUT_OF_MEMORY"), None, _failed("x was killed"), "failed: x was killed; it needed more"),
+        (_show("PENDING", "BeginTime", restarts=1), None, WELL, "done", "somewhere"),
+        (_show("PENDING", "Priority"), None, WELL, "queued", "Priority"),
+        (_show("PENDING", "launch failed requeued held"), None, None, "failed", "scontrol release 7"),
+        (_show("RUNNING"), None, None, "running", "epoch 2/3"),
+        (_show("COMPLETING"), None, WELL, "running", "epoch 2/3"),
+        (_show("COMPLETED"), None, WELL, "done", "somewhere"),
+        (_show("COMPLETED"), None, None, "done", "somewhere"),
+        (_show("TIMEOUT"), None, _failed(), "failed", "time limit"),
+        (_show("FAILED"), None, _failed("error on rank 1", "y"), "failed", "error on rank 1"),
+        (
+            _show("OUT_OF_MEMORY"),
+            None,
+            _failed("x was killed"),
+            "failed",
+            "x was killed; it needed more memory",
+        ),
         # The last of such a line: the job had come back from the queue.
-        (_show("FAILED"), None, None, "failed: srun: error: cannot start again"),
-        ("echo cannot reach it >&2; exit 1", None, None, "unknown: cannot reach it"),
+        (_show("FAILED"), None, None, "failed", "cannot start again"),
+        ("echo cannot reach it >&2; exit 1", None, None, "unknown", "cannot reach it"),
         # Slurm before 26.05 says so of a job that came back, and trained to its end.
-        (_show("PREEMPTED", restarts=1), None, CAME_BACK, "done: results: somewhere"),
-        (_show("PREEMPTED", restarts=1), None, None, "failed: a job of higher priority"),
-        (_show("PREEMPTED"), None, None, "failed: a job of higher priority"),
-        (FORGOTTEN, "echo '7|FAILED'", _failed("error on rank 1: x"), "failed: error on rank 1: x"),
-        (FORGOTTEN, "echo '7|CANCELLED by 0'", None, "failed: it was cancelled"),
-        (FORGOTTEN, "echo '7|COMPLETED'", None, "done: results: somewhere"),
+        (_show("PREEMPTED", restarts=1), None, CAME_BACK, "done", "somewhere"),
+        (_show("PREEMPTED", restarts=1), None, None, "failed", "higher priority"),
+        (_show("PREEMPTED"), None, None, "failed", "higher priority"),
+        (FORGOTTEN, "echo '7|FAILED'", _failed("error on rank 1"), "failed", "error on rank 1"),
+        (FORGOTTEN, "echo '7|CANCELLED by 0'", None, "failed", "cancelled"),
+        (FORGOTTEN, "echo '7|COMPLETED'", None, "done", "somewhere"),
         # The end of the job did not reach accounting.
-        (FORGOTTEN, "echo '7|RUNNING'", None, "failed: Slurm does not know this job"),
-        (FORGOTTEN, "echo '7|RUNNING'", WELL, "done: results: somewhere"),
-        (FORGOTTEN, "echo disabled >&2; exit 1", None, "failed: Slurm does not know this job"),
-        (FORGOTTEN, None, WELL, "done: results: somewhere"),
-        (FORGOTTEN, None, WENT_BACK, "failed: Slurm does not know this job"),
-        (FORGOTTEN, None, _failed("x"), "failed: x"),
+        (FORGOTTEN, "echo '7|RUNNING'", None, "failed", "forgets"),
+        (FORGOTTEN, "echo '7|RUNNING'", WELL, "done", "somewhere"),
+        (FORGOTTEN, "echo disabled >&2; exit 1", None, "failed", "forgets"),
+        (FORGOTTEN, None, WELL, "done", "somewhere"),
+        (FORGOTTEN, None, WENT_BACK, "failed", "forgets"),
+        (FORGOTTEN, None, _failed("x"), "failed", "x"),
     ],
 )
 def test_the_state_of_a_job(
     squeue: str,
     sacct: str | None,
     outcome: Outcome | None,
-    told: str,
+    state: str,
+    detail: str,
     checkout: Checkout,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -536,12 +544,13 @@ def test_the_state_of_a_job(
         "srun: error: cannot start\nsrun: error: cannot start again\n"
     )
     now = job.state()
-    assert f"{now.name}: {now.detail}".startswith(told)
+    assert now.name == state
+    assert detail in now.detail
 
 
-@pytest.mark.parametrize(("outcome", "told"), [(WELL, "failed"), (CAME_BACK, "done")])
+@pytest.mark.parametrize(("outcome", "state"), [(WELL, "failed"), (CAME_BACK, "done")])
 def test_a_plain_script_that_left_with_0_as_it_was_preempted(
-    outcome: Outcome, told: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+    outcome: Outcome, state: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have caught SIGTERM, on a cluster that sends nobody back (PreemptMode=CANCEL)."""
     checkout.fake("squeue", _show("PREEMPTED"))
@@ -549,7 +558,7 @@ def test_a_plain_script_that_left_with_0_as_it_was_preempted(
     job = job_seven(checkout)
     (checkout.folder / "plain").touch()
     job_folder.keep_outcome(checkout.folder, outcome)
-    assert job.state().name == told
+    assert job.state().name == state
 
 
 def test_a_job_that_never_ran_and_another_with_its_number(
@@ -666,9 +675,7 @@ def test_following_prints_every_change(capsys: pytest.CaptureFixture) -> None:
 def test_ctrl_c_leaves_a_job_of_slurm_alone(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt):
         following.follow(Script(WAITING, KeyboardInterrupt))
-    told = capsys.readouterr().err
-    assert "job 7 goes on" in told
-    assert "scancel 7" in told
+    assert "scancel 7" in capsys.readouterr().err
 
 
 def test_patience_with_a_slurm_that_does_not_answer(
@@ -690,25 +697,25 @@ def test_patience_with_a_slurm_that_does_not_answer(
 @pytest.mark.parametrize(
     ("stage", "arguments", "sentence"),
     [
-        ("ddp", "--gpus 3 --nodes 2", "--gpus 3 does not divide among 2 nodes: the nearest is 2 or 4"),
-        ("ddp", "--gpus 2 --nodes 2", "no Slurm here .* one node, not 2"),
-        ("dp", "--nodes 2", "cannot leave its node: leave out --nodes 2, or use stage 03"),
-        ("single", "--gpus 2", "stage single uses 1 GPU, not 2"),
-        ("ddp", "--gpus -1", "argument --gpus: -1 is too small"),
-        ("ddp", "--time soon", "argument --time: 'soon' is neither HH:MM:SS nor a number of minutes"),
-        ("ddp", "--epoch 2", "unrecognized arguments: --epoch 2"),
-        ("ddp", "--gpus 3", "--batch-size 64 does not divide among 3 processes"),
-        ("dp", "--gpus 3", "--batch-size 64 does not divide among 3 GPUs"),
+        ("ddp", "--gpus 3 --nodes 2", "divide among 2 nodes"),
+        ("ddp", "--gpus 2 --nodes 2", "one node, not 2"),
+        ("dp", "--nodes 2", "cannot leave its node"),
+        ("single", "--gpus 2", "uses 1 GPU"),
+        ("ddp", "--gpus -1", "--gpus: -1"),
+        ("ddp", "--time soon", "--time: 'soon'"),
+        ("ddp", "--epoch 2", "unrecognized .* --epoch 2"),
+        ("ddp", "--gpus 3", "divide among 3 processes"),
+        ("dp", "--gpus 3", "divide among 3 GPUs"),
         ("ddp", "--batch-size 64 --batch-size-per-gpu 32", "for each: give one"),
         ("ddp", "--gpus 2 --batch-size-per-gpu 40000", "--batch-size 80000 is more"),
-        ("ddp", "--data-dir /nowhere", "no usable MNIST in /nowhere .* python -m trainkit.data.datasets"),
-        ("ddp", "--results-dir /proc/nowhere", "results cannot be written to /proc/nowhere/runs"),
-        ("ddp", "--script nowhere.py", "there is no script nowhere.py, here or in .*03_multigpu_ddp"),
-        ("ddp", "--script README.md", "README.md does not end in .py"),
-        ("ddp", "--plain nowhere.py --gpus 3", "there is no script nowhere.py, here or in "),
-        ("ddp", "--epochs 2 --plain mnist_ddp.py", "--epochs is not for plain scripts: .* after its name"),
-        ("ddp", "--script a.py --plain mnist_ddp.py", "--script is not for plain scripts"),
-        ("ddp", "--plain -m package.train", "--plain takes a file, not a module"),
+        ("ddp", "--data-dir /nowhere", "MNIST in /nowhere .* python -m trainkit.data.datasets"),
+        ("ddp", "--results-dir /proc/nowhere", "/proc/nowhere/runs"),
+        ("ddp", "--script nowhere.py", "no script nowhere.py"),
+        ("ddp", "--script README.md", "README.md .* .py"),
+        ("ddp", "--plain nowhere.py --gpus 3", "no script nowhere.py"),
+        ("ddp", "--epochs 2 --plain mnist_ddp.py", "--epochs is not for plain"),
+        ("ddp", "--script a.py --plain mnist_ddp.py", "--script is not for plain"),
+        ("ddp", "--plain -m package.train", "not a module"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_sent(
@@ -720,36 +727,36 @@ def test_a_mistake_is_told_before_anything_is_sent(
 
 
 @pytest.mark.parametrize(
-    ("scontrol", "told"),
+    ("scontrol", "is_here"),
     [
-        ("echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1", "no Slurm here"),
-        ("echo 'Slurmctld(primary) at n0 is DOWN'; exit 1", "#!/bin/bash"),  # it may come back
-        ("echo 'Slurmctld(primary) at n0 is UP'", "#!/bin/bash"),
+        ("echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1", False),
+        ("echo 'Slurmctld(primary) at n0 is DOWN'; exit 1", True),  # it may come back
+        ("echo 'Slurmctld(primary) at n0 is UP'", True),
     ],
 )
-def test_slurm_is_here_where_it_knows_a_controller(scontrol: str, told: str, checkout: Checkout) -> None:
+def test_slurm_is_here_where_it_knows_a_controller(scontrol: str, is_here: bool, checkout: Checkout) -> None:
     for command in ("sbatch", "srun"):
         checkout.fake(command, "exit 1")
     checkout.fake("scontrol", scontrol)
     done = succeeded(checkout.submit_py("single", "--dry-run"))
-    assert done.stdout.startswith(told)
+    assert done.stdout.startswith("#!/bin/bash") == is_here
     assert checkout.submit_py("single", "--dry-run", "--local").stdout.startswith("--local: would run as 1")
     swept = succeeded(checkout.python("slurm/sweep.py", "--dry-run", "--gpus", 1, "--stages", "single"))
-    assert ("GPU-hours" in swept.stdout) == (told != "no Slurm here")
+    assert ("GPU-hours" in swept.stdout) == is_here
 
 
 def test_a_job_that_could_never_start_is_cancelled(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = checkout.folder / "told"
+    cancelled = checkout.folder / "cancelled"
     checkout.fake("sbatch", "echo Submitted batch job 7")
     checkout.fake("srun", "")
     checkout.fake("scontrol", "echo 'Slurmctld(primary) at n0 is UP'")
     checkout.fake("squeue", _show("PENDING", "PartitionTimeLimit"))
-    checkout.fake("scancel", f"echo $1 >{shlex.quote(str(told))}")
+    checkout.fake("scancel", f"echo $1 >{shlex.quote(str(cancelled))}")
     with pytest.raises(UserError, match=r"never start the job \(PartitionTimeLimit\): ask"):
         _main("ddp", "", checkout, monkeypatch)
-    assert told.read_text() == "7\n"
+    assert cancelled.read_text() == "7\n"
     assert not job_folders(checkout)
 
 
@@ -757,10 +764,10 @@ def test_the_dry_run_of_the_stage_stands_behind_two_dashes(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     assert _main("ddp", "--dry-run --epochs 2 -- --dry-run", checkout, monkeypatch) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("no Slurm here (sbatch is not on PATH): would run as 2 local process(es)")
-    assert "mnist_ddp.py" in told
-    assert told.endswith(" --epochs 2 --dry-run\n")
+    shown = capsys.readouterr().out
+    assert "2 local process" in shown
+    assert "mnist_ddp.py" in shown
+    assert shown.endswith(" --epochs 2 --dry-run\n")
 
 
 def _main(stage: str, arguments: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> int:
