@@ -6,7 +6,7 @@ Try: python by_hand.py --replicas 2 --epochs 2
 import copy
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -24,6 +24,7 @@ from trainkit.config.command_line import at_least
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 
 def main() -> None:
@@ -31,7 +32,10 @@ def main() -> None:
     opts = options.parse(__doc__, replicas=replicas)
     here = process_group.alone(not opts.no_cuda, opts.debug_dir)
     gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
-    devices = [torch.device("cuda", index) for index in range(gpus)] or [here.device] * opts.replicas
+    if gpus > 0:
+        devices = [torch.device("cuda", index) for index in range(gpus)]
+    else:
+        devices = [here.device] * opts.replicas
     count = len(devices)
     opts = opts.for_devices(count, "replicas")
     torch.manual_seed(opts.seed)
@@ -63,21 +67,19 @@ def main() -> None:
                     for copied, weights in zip(replica.parameters(), model.parameters(), strict=True):
                         copied.copy_(weights)
             with phase("scatter", seconds, devices):
-                parts = [part.to(device) for part, device in zip(images.chunk(count), devices, strict=True)]
+                parts = to_each(devices, images.chunk(count))
             with phase("forward", seconds, devices):
-                outputs = list(threads.map(lambda replica, part: replica(part), replicas, parts))
+                outputs = list(threads.map(nn.Module.__call__, replicas, parts))
             with phase("gather", seconds, devices):
                 output = torch.cat([part.detach().to(here.device) for part in outputs]).requires_grad_()
             loss = F.nll_loss(output, labels)
             loss.backward()  # as far as the output
             with phase("backward", seconds, devices):
-                gradients = [
-                    part.to(device) for part, device in zip(output.grad.chunk(count), devices, strict=True)
-                ]
+                gradients = to_each(devices, output.grad.chunk(count))
                 list(threads.map(torch.autograd.backward, outputs, gradients))
             with phase("sum", seconds, devices):
                 for replica in replicas[1:]:
-                    for weights, copied in zip(model.parameters(), replica.parameters(), strict=True):
+                    for copied, weights in zip(replica.parameters(), model.parameters(), strict=True):
                         weights.grad += copied.grad.to(here.device)
             optimizer.step()
             schedule.step()
@@ -85,6 +87,11 @@ def main() -> None:
         errors.tell("seconds: " + ", ".join(f"{name} {spent:.3f}" for name, spent in seconds.items()))
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
     run.finish()
+
+
+def to_each(devices: list[torch.device], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Send one part to each device."""
+    return [part.to(device) for part, device in zip(parts, devices, strict=True)]
 
 
 @contextmanager

@@ -28,12 +28,13 @@ from torch.profiler import profile
 
 from beyond.by_hand_overlap import Buckets
 
-STEPS, TRACED = 10, 3  # in a row, as a GPU works through a queue
+STEPS = 10  # timed in a row, as a GPU works through a queue
+TRACED_STEPS = 3
 
 
 def main() -> None:
     repeats = options.own(10, at_least(1, 10_000), "N", f"times {STEPS} steps of each kind, in turns")
-    trace = options.own(False, None, None, f"also write down {TRACED} steps with torch.profiler")
+    trace = options.own(False, None, None, f"also write down {TRACED_STEPS} steps with torch.profiler")
     how = "exchange the gradients as beyond/by_hand_overlap.py does with this --wait, not by DDP"
     by_hand = options.own(None, ("late", "at-once"), None, how, shapes_training=True)
     opts = options.parse(__doc__, repeats=repeats, trace=trace, by_hand=by_hand)
@@ -50,12 +51,14 @@ def main() -> None:
     model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
     if opts.by_hand:
         buckets = ByHand(model, at_once=opts.by_hand == "at-once")
-        no_sync, exchanged = buckets.no_sync, buckets.finish
+        no_sync = buckets.no_sync
+        finish_exchange = buckets.finish
     else:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        no_sync, exchanged = model.no_sync, lambda: None  # DDP's backward pass ends when all is exchanged
+        no_sync = model.no_sync
+        finish_exchange = do_nothing  # DDP's backward pass ends when all is exchanged
     choose_precision(model, opts, train_set)
-    optimizer, schedule = optimizer_and_schedule(opts, model, 3 * STEPS * (1 + opts.repeats) + TRACED)
+    optimizer, schedule = optimizer_and_schedule(opts, model, 3 * STEPS * (1 + opts.repeats) + TRACED_STEPS)
 
     def training() -> Iterator[str]:
         """Run the training of mnist_ddp.py without an end, and yield after each phase."""
@@ -68,24 +71,31 @@ def main() -> None:
                 loss = F.nll_loss(model(images), labels)
                 yield "forward"
                 loss.backward()
-                exchanged()
+                finish_exchange()
                 yield "backward"
                 optimizer.step()
                 schedule.step()
                 yield "optimizer"
 
-    phases, measured = training(), []
+    phases = training()
+    # Seconds of this rank, an entry for each repeat: of a step as a whole (), and of the phases (steps, 4)
+    # of steps with the exchange and of steps without it.
+    steps_of_repeats = []
+    together_of_repeats = []
+    alone_of_repeats = []
     # In turns, so that a busy moment of the machine does not hit one kind of step only.
     for _ in range(1 + opts.repeats):
         whole = step_phases.laps(phases, here.device, STEPS, every=STEPS * len(step_phases.TIMED))
-        together = alone = step_phases.laps(phases, here.device, STEPS)
+        together = step_phases.laps(phases, here.device, STEPS)
+        alone = together
         if here.size > 1:
             with no_sync():  # the ranks drift apart: this is no training
                 alone = step_phases.laps(phases, here.device, STEPS)
-        measured.append((whole.mean() / STEPS, together.view(STEPS, -1), alone.view(STEPS, -1)))
-    measured = [torch.stack(kind) for kind in zip(*measured[1:], strict=True)]  # the first is a warm-up
-    step, together, alone = map(torch.stack, zip(*process_group.gather(measured), strict=True))
-    seconds = step_phases.split(together, alone)
+        steps_of_repeats.append(whole.mean() / STEPS)
+        together_of_repeats.append(together.view(STEPS, -1))
+        alone_of_repeats.append(alone.view(STEPS, -1))
+    step = of_all_ranks(steps_of_repeats)
+    seconds = step_phases.split(of_all_ranks(together_of_repeats), of_all_ranks(alone_of_repeats))
 
     facts = step_phases.facts(opts, here, train_set.name, model)
     hosts = process_group.gather(platform.node())
@@ -98,6 +108,15 @@ def main() -> None:
         if opts.trace:
             write_trace(phases, file.with_suffix(""), here.rank)
     process_group.leave()
+
+
+def do_nothing() -> None:
+    pass
+
+
+def of_all_ranks(repeats: list[torch.Tensor]) -> torch.Tensor:
+    """Return what every rank has measured, (ranks, repeats, ...), without the first repeat, a warm-up."""
+    return torch.stack(process_group.gather(torch.stack(repeats[1:])))
 
 
 class ByHand(Buckets):
@@ -120,7 +139,8 @@ def write_trace(phases: Iterator[str], path: Path, rank: int) -> None:
     """Write what this rank does in some steps, as a timeline for a browser."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # where there is no GPU, the profiler calls that an error
     with profile() as profiler:
-        list(islice(phases, TRACED * len(step_phases.TIMED)))
+        for _ in islice(phases, TRACED_STEPS * len(step_phases.TIMED)):
+            pass
     file = Path(f"{path}.rank-{rank}.json")
     profiler.export_chrome_trace(str(file))
     if not file.exists():  # of which it says nothing

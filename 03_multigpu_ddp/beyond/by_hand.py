@@ -38,9 +38,16 @@ def main() -> None:
     choose_precision(model, opts, train_set)
     optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
 
-    way = "forget" if opts.forget else "flat" if opts.flat else "each"
-    own = {"each_rank": {"model": model} if opts.forget else {}}
-    run = Run(f"ddp-by-hand-{way}", opts, here, train_set, model, optimizer, schedule, here.size, **own)
+    each_rank = {}
+    if opts.forget:
+        way = "forget"
+        each_rank = {"model": model}  # the weights of each rank are its own
+    elif opts.flat:
+        way = "flat"
+    else:
+        way = "each"
+    name = f"ddp-by-hand-{way}"
+    run = Run(name, opts, here, train_set, model, optimizer, schedule, here.size, each_rank=each_rank)
     for epoch in run.epochs():  # goes on where an earlier run stopped
         model.train()
         for images, labels in run.steps(epoch, train_batches):
@@ -48,8 +55,10 @@ def main() -> None:
             loss = F.nll_loss(model(images), labels)
             loss.backward()
             gradients = [weights.grad for weights in model.parameters()]
-            if not opts.forget:
-                average_in_one_call(gradients) if opts.flat else average(gradients)
+            if way == "flat":
+                average_in_one_call(gradients)
+            elif way == "each":
+                average(gradients)
             optimizer.step()
             schedule.step()
             run.add(loss)

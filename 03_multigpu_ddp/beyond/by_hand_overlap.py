@@ -19,11 +19,17 @@ import torch.nn.functional as F
 from torch import nn
 
 
+BUCKET_GRADIENTS = 2**18  # 1 MB of float32: a bucket is sent when it has so many or more
+
+
 class Buckets:
     """Makes the gradients of a network their means over the ranks, each bucket sent as soon as it is full."""
 
-    def __init__(self, model: nn.Module, at_once: bool, size: int = 2**18) -> None:
-        self.at_once, self.size, self.bucket, self.sent = at_once, size, [], []
+    def __init__(self, model: nn.Module, at_once: bool, size: int = BUCKET_GRADIENTS) -> None:
+        self.at_once = at_once
+        self.size = size
+        self.bucket = []  # gradients that wait to be sent
+        self.sent = []  # buckets whose sums are on their way: their gradients, the sums, and the call
         for weights in model.parameters():
             weights.register_post_accumulate_grad_hook(self.ready)
 

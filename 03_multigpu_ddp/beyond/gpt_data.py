@@ -23,7 +23,8 @@ from trainkit.distributed.launchers import Place
 import numpy as np
 import torch
 
-SHARD = 2**18  # tokens, uint16 each
+SHARD_TOKENS = 2**18
+TOKEN_BYTES = 2  # uint16
 VALIDATION_TOKENS = 2**16
 NOT_OURS = "{} is no text of this program: remove it, and it is written again."
 
@@ -38,10 +39,18 @@ def _of_words(words: str) -> dict[str, float]:
 # whatever stands between them. A text can be read in one way only, or else `entropy_rate` were too high.
 RULES: dict[str, dict[str, float]] = {
     "sentence": {"singular does .": 0.5, "plural do .": 0.5},
-    "singular": {"the noun": 0.5, "the adjective noun": 0.3, "the noun that singular SEES": 0.1}
-    | {"the noun that plural SEE": 0.1},
-    "plural": {"the nouns": 0.5, "the adjective nouns": 0.3, "the nouns that singular SEES": 0.1}
-    | {"the nouns that plural SEE": 0.1},
+    "singular": {
+        "the noun": 0.5,
+        "the adjective noun": 0.3,
+        "the noun that singular SEES": 0.1,
+        "the noun that plural SEE": 0.1,
+    },
+    "plural": {
+        "the nouns": 0.5,
+        "the adjective nouns": 0.3,
+        "the nouns that singular SEES": 0.1,
+        "the nouns that plural SEE": 0.1,
+    },
     "does": {"SLEEPS": 0.5, "SEES singular": 0.25, "SEES plural": 0.25},
     "do": {"SLEEP": 0.5, "SEE singular": 0.25, "SEE plural": 0.25},
     "noun": _of_words("cat dog bird horse fox cow goat hen pig duck owl bear"),
@@ -52,7 +61,8 @@ RULES: dict[str, dict[str, float]] = {
     "SLEEPS": _of_words("sleeps runs waits sings jumps"),
     "SLEEP": _of_words("sleep run wait sing jump"),
 }
-WORDS = sorted({word for rule in RULES.values() for text in rule for word in text.split()} - RULES.keys())
+_TEXTS = " ".join(text for rule in RULES.values() for text in rule)
+WORDS = sorted(set(_TEXTS.split()) - RULES.keys())
 
 
 # How gpt.py reads its text.
@@ -66,7 +76,7 @@ OPTIONS = {
         shapes_training=True,
     ),
     "shards": options.own(
-        2, at_least(1, 10_000), "N", f"files of {SHARD:,} tokens to train on", shapes_training=True
+        2, at_least(1, 10_000), "N", f"files of {SHARD_TOKENS:,} tokens to train on", shapes_training=True
     ),
     "loader": options.own("mapped", ("mapped",), None, "tokens are read from disk", column="loader"),
     "epochs": options.own(
@@ -80,35 +90,40 @@ def entropy_rate() -> float:
     """Return the cost of a token, in nats, given the grammar and all before it: no loss is lower."""
     symbols = list(RULES)
     # Row i: what one symbol i becomes, in the mean.
-    children = np.array([[_expected(rule, one) for one in symbols] for rule in RULES.values()])
-    words = [sum(_expected(rule, word) for word in WORDS) for rule in RULES.values()]
-    choices = [-sum(p * math.log(p) for p in rule.values()) for rule in RULES.values()]
+    children = np.array([_expected_counts(rule, symbols) for rule in RULES.values()])
+    words = [sum(_expected_counts(rule, WORDS)) for rule in RULES.values()]
+    entropies = [_entropy(rule) for rule in RULES.values()]
     # How often a sentence uses each symbol: once if it is the first, and as a child of the others.
-    uses = np.linalg.solve(np.eye(len(symbols)) - children.T, [one == "sentence" for one in symbols])
-    return float(uses @ choices / (uses @ words))
+    is_first = [symbol == "sentence" for symbol in symbols]
+    uses = np.linalg.solve(np.eye(len(symbols)) - children.T, is_first)
+    return float(uses @ entropies / (uses @ words))
 
 
-def _expected(rule: dict[str, float], symbol: str) -> float:
-    return sum(p * text.split().count(symbol) for text, p in rule.items())
+def _expected_counts(rule: dict[str, float], names: list[str]) -> list[float]:
+    """Return how often each symbol or word stands, in the mean, in what the rule makes."""
+    return [sum(p * text.split().count(name) for text, p in rule.items()) for name in names]
+
+
+def _entropy(rule: dict[str, float]) -> float:
+    """Return the cost of the choice that the rule makes, in nats."""
+    return -sum(p * math.log(p) for p in rule.values())
 
 
 def tokens(seed: str) -> Iterator[int]:
     """Yield sentences without end, each independent of the others, as places of words in `WORDS`."""
     random = Random(seed)
-    rules = {
-        symbol: ([text.split()[::-1] for text in rule], list(itertools.accumulate(rule.values())))
-        for symbol, rule in RULES.items()
-    }
-    numbers = {word: number for number, word in enumerate(WORDS)}
+    # What comes next is last in a list, from where it is taken.
+    reversed_texts = {symbol: [text.split()[::-1] for text in rule] for symbol, rule in RULES.items()}
+    bounds = {symbol: list(itertools.accumulate(rule.values())) for symbol, rule in RULES.items()}
+    token_of_word = {word: token for token, word in enumerate(WORDS)}
     while True:
-        to_say = ["sentence"]  # what comes next is last
+        to_say = ["sentence"]
         while to_say:
-            one = to_say.pop()
-            if one in numbers:
-                yield numbers[one]
+            name = to_say.pop()
+            if name in token_of_word:
+                yield token_of_word[name]
             else:
-                texts, bounds = rules[one]
-                to_say += random.choices(texts, cum_weights=bounds)[0]
+                to_say += random.choices(reversed_texts[name], cum_weights=bounds[name])[0]
 
 
 def write(data_dir: Path, shards: int) -> list[Path]:
@@ -118,18 +133,20 @@ def write(data_dir: Path, shards: int) -> list[Path]:
         UserError: if they cannot be written, or a file that is there was not written by this.
     """
     folder = data_dir / f"grammar-{zlib.crc32(repr(RULES).encode()):08x}"  # another grammar, another text
-    paths = [folder / f"{name}.uint16" for name in ("validation", *map("{:05}".format, range(shards)))]
-    sizes = {path: SHARD if path != paths[0] else VALIDATION_TOKENS for path in paths}
+    validation = folder / "validation.uint16"
+    paths = [validation, *(folder / f"{shard:05}.uint16" for shard in range(shards))]
+    token_counts = dict.fromkeys(paths, SHARD_TOKENS)
+    token_counts[validation] = VALIDATION_TOKENS
     missing = [path for path in paths if not path.exists()]
     if missing:
         files.check_writable(folder, "the text", "give another --data-dir.")
     for path in missing:
-        text = np.fromiter(tokens(path.stem), np.uint16, sizes[path])
+        text = np.fromiter(tokens(path.stem), np.uint16, token_counts[path])
         fix = "free the space, or give another --data-dir."
         with files.explained(f"{path} cannot be written", fix), files.replacing(path, "wb") as file:
             file.write(text.tobytes())
     for path in paths:
-        if not path.is_file() or path.stat().st_size != 2 * sizes[path]:
+        if not path.is_file() or path.stat().st_size != TOKEN_BYTES * token_counts[path]:
             raise errors.UserError(NOT_OURS.format(path))
     return paths
 
@@ -141,10 +158,11 @@ class Text:
 
     def __init__(self, shards: list[Path], context: int) -> None:
         self._shards = [np.memmap(path, np.uint16, mode="r") for path in shards]
-        self._context, self._of_each = context, (len(self._shards[0]) - 1) // context
+        self._context = context
+        self._windows_per_shard = (len(self._shards[0]) - 1) // context
 
     def __len__(self) -> int:
-        return len(self._shards) * self._of_each
+        return len(self._shards) * self._windows_per_shard
 
     def windows(self, indices: list[int]) -> torch.Tensor:
         """Return windows, int64 (n, context + 1).
@@ -152,12 +170,14 @@ class Text:
         Raises:
             UserError: if a shard has tokens that are no words, or only zeros, which is no sentence.
         """
-        places = [divmod(index, self._of_each) for index in indices]
-        starts = [(self._shards[shard], self._context * window) for shard, window in places]
-        chosen = [shard[start : start + self._context + 1] for shard, start in starts]
-        for window in chosen:
+        chosen = []
+        for index in indices:
+            shard, place = divmod(index, self._windows_per_shard)
+            start = self._context * place
+            window = self._shards[shard][start : start + self._context + 1]
             if window.max() >= len(WORDS) or not window.any():  # zeros, as a crash may leave them
                 raise errors.UserError(NOT_OURS.format(window.filename))
+            chosen.append(window)
         return torch.from_numpy(np.stack(chosen).astype(np.int64))
 
 

@@ -12,6 +12,8 @@ from torch import nn
 import gpt_data
 from gpu_peaks import peak
 
+FLOPS_PER_TFLOPS = 1e12
+
 
 def flops_per_token(model: nn.Module) -> int:
     """Count the operations of forward and backward of gpt.GPT, before it is split (PaLM, appendix B).
@@ -20,21 +22,25 @@ def flops_per_token(model: nn.Module) -> int:
     activation checkpointing recomputes does not count.
     """
     context, width = model.positions.shape
-    weights = sum(one.numel() for one in model.parameters()) - model.positions.numel()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    weights = parameters - model.positions.numel()
     return 6 * weights + 12 * len(model.blocks) * width * context
 
 
 def of_epoch(trained: Trained, opts: Options, here: Place, flops: int) -> list[Metric]:
     """Return the metrics of an epoch; `flops` are those of a window. MFU is NaN where no peak is known."""
     windows_per_s = trained.steps * opts.batch_size / trained.seconds
-    most = 1e12 * here.size * peak(device_name(here.device), opts.precision)
+    peak_flops = FLOPS_PER_TFLOPS * here.size * peak(device_name(here.device), opts.precision)
     return [
-        Metric("mfu_percent", "training", 100 * windows_per_s * flops / most),
+        Metric("mfu_percent", "training", 100 * windows_per_s * flops / peak_flops),
         Metric("lowest_possible_loss", "validation", gpt_data.entropy_rate()),
     ]
 
 
 def in_one_line(metrics: list[Metric]) -> str:
-    share, floor = (one.value for one in metrics)
-    mfu = "" if math.isnan(share) else f"MFU {share:.1f} %; "
-    return f"{mfu}no loss is lower than {floor:.4f}"
+    """Format the metrics of `of_epoch` for a log."""
+    values = {metric.metric: metric.value for metric in metrics}
+    text = f"no loss is lower than {values['lowest_possible_loss']:.4f}"
+    if math.isnan(values["mfu_percent"]):
+        return text
+    return f"MFU {values['mfu_percent']:.1f} %; {text}"

@@ -19,10 +19,13 @@ def load() -> tuple[Split, Split]:
     Inputs are float32 (n, 12): the numbers, then the category of each column, counted from 0. One tensor,
     since it is what a `Split` holds; float32 has every whole number up to 16 million. Targets are int64 (n,).
     """
-    (numbers, *train), (test_numbers, *test) = _rows(20_000, seed=1), _rows(5_000, seed=2)
+    numbers, categories, labels = _rows(20_000, seed=1)
+    test_numbers, test_categories, test_labels = _rows(5_000, seed=2)
     # Both by the mean and the spread of the training rows: of the test, the training is to know nothing.
     std, mean = torch.std_mean(numbers, dim=0)
-    return _split((numbers - mean) / std, *train), _split((test_numbers - mean) / std, *test)
+    train = _split((numbers - mean) / std, categories, labels)
+    test = _split((test_numbers - mean) / std, test_categories, test_labels)
+    return train, test
 
 
 def balanced_weights(labels: torch.Tensor) -> torch.Tensor:
@@ -32,8 +35,9 @@ def balanced_weights(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers (count, 8), categories int64 (count, 4) and labels (count,)."""
-    law, random = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    """Return numbers (count, 8), categories int64 (count, 4) and labels int64 (count,)."""
+    law = torch.Generator().manual_seed(0)  # the same for all rows
+    random = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, NUMBERS, generator=random)
     categories = [torch.randint(size, (count,), generator=random) for size in CATEGORIES]
     scores = hidden @ torch.randn(NUMBERS, len(CLASSES), generator=law)

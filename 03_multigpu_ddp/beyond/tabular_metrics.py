@@ -47,7 +47,9 @@ class Counts:
         confusion = process_group.sum_in_place(self.confusion).cpu()
         rows, confidence, right = process_group.sum_in_place(self.bins).cpu().unbind(1)
         probabilities = process_group.sum_in_place(self.probabilities).cpu()
-        hits, chosen, there = confusion.diag(), confusion.sum(0), confusion.sum(1)
+        hits = confusion.diag()
+        chosen = confusion.sum(0)
+        there = confusion.sum(1)
         per_class = {
             "precision": hits / chosen,
             "recall": hits / there,
@@ -55,29 +57,30 @@ class Counts:
             "share": there / rows.sum(),
             "mean_probability": probabilities / rows.sum(),
         }
-        found = [
+        calibration_error = (right - confidence).abs().sum() / rows.sum()
+        metrics = [
             Metric("balanced_accuracy", "all classes", (hits / there).nanmean().item()),
-            Metric("calibration_error", "all rows", ((right - confidence).abs().sum() / rows.sum()).item()),
+            Metric("calibration_error", "all rows", calibration_error.item()),
         ]
         for metric, values in per_class.items():
-            found += [Metric(metric, name, value) for name, value in zip(names, values.tolist(), strict=True)]
-        for name, line in zip(names, confusion.tolist(), strict=True):
-            found += [
-                Metric("rows", f"{name} taken for {other}", n) for other, n in zip(names, line, strict=True)
-            ]
-        for i in rows.nonzero().flatten().tolist():
-            of = f"confidence {i / BINS:g} to {(i + 1) / BINS:g}"
-            found.append(Metric("rows", of, rows[i].item()))
-            found.append(Metric("mean_confidence", of, (confidence[i] / rows[i]).item()))
-            found.append(Metric("accuracy", of, (right[i] / rows[i]).item()))
-        return found
+            for name, value in zip(names, values.tolist(), strict=True):
+                metrics.append(Metric(metric, name, value))
+        for name, counts in zip(names, confusion.tolist(), strict=True):
+            for other, count in zip(names, counts, strict=True):
+                metrics.append(Metric("rows", f"{name} taken for {other}", count))
+        for number in rows.nonzero().flatten().tolist():
+            bin_name = f"confidence {number / BINS:g} to {(number + 1) / BINS:g}"
+            metrics.append(Metric("rows", bin_name, rows[number].item()))
+            metrics.append(Metric("mean_confidence", bin_name, (confidence[number] / rows[number]).item()))
+            metrics.append(Metric("accuracy", bin_name, (right[number] / rows[number]).item()))
+        return metrics
 
 
 def in_one_line(metrics: list[Metric]) -> str:
     """Format the metrics for a log, in percent."""
-    value = {(one.metric, one.of): f"{100 * one.value:.1f} %" for one in metrics}
-    recalls = ", ".join(f"{of} {text}" for (metric, of), text in value.items() if metric == "recall")
+    percent = {(metric.metric, metric.of): f"{100 * metric.value:.1f} %" for metric in metrics}
+    recalls = ", ".join(f"{of} {text}" for (metric, of), text in percent.items() if metric == "recall")
     return (
-        f"recall {recalls} | balanced accuracy {value['balanced_accuracy', 'all classes']} | "
-        f"calibration error {value['calibration_error', 'all rows']}"
+        f"recall {recalls} | balanced accuracy {percent['balanced_accuracy', 'all classes']} | "
+        f"calibration error {percent['calibration_error', 'all rows']}"
     )

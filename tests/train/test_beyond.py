@@ -143,7 +143,7 @@ def test_the_difference_to_the_stage_stays_small(script: str) -> None:
     """DistributedDataParallel by hand, a captured step, and what splits the network, are longer."""
     done = ran("diff", STAGES["ddp"], BEYOND / script)
     added = sum(line.startswith(">") for line in done.stdout.splitlines())
-    longer = {"by_hand.py": 34, "by_hand_overlap.py": 50, "captured.py": 31, "fsdp.py": 57}
+    longer = {"by_hand.py": 44, "by_hand_overlap.py": 56, "captured.py": 31, "fsdp.py": 57}
     assert 0 < added <= longer.get(script, 24)
 
 
