@@ -85,7 +85,7 @@ def test_runs_within_a_node_make_no_crossing_free() -> None:
     ids=str,
 )
 def test_what_was_never_observed_is_not_predicted(shape: Shape, why: str) -> None:
-    assert scaling.fit(runs_of(ring)).unknown(shape).startswith(why)
+    assert scaling.fit(runs_of(ring)).why_unknown(shape).startswith(why)
 
 
 def test_no_prediction_is_below_nothing() -> None:

@@ -145,7 +145,7 @@ def predict(series: str, shown: tuple[int, ...], asked: dict) -> dict[str, objec
         model = fit_to(series, shown)
     except UserError:
         return {"predicted": False}
-    if model.unknown(shape):
+    if model.why_unknown(shape):
         return {"predicted": False}
     speeds = shape.devices * shape.batch / model.step_seconds(shape)
     low, middle, high = np.percentile(speeds, INTERVAL)
@@ -200,7 +200,7 @@ def calibration() -> pd.DataFrame:
             constraints = Constraints(epochs=EPOCHS, deadline_s=limit, min_efficiency=0)
             run_set = RunSet(runs[runs.run_id.isin(map(str, shown))], constraints)
             model = fit_to(series["name"], shown)
-            options = [run_set.option("ddp", shape, model) for shape in truth if not model.unknown(shape)]
+            options = [run_set.option("ddp", shape, model) for shape in truth if not model.why_unknown(shape)]
             best = choose(options, constraints)
             if best.best:
                 hours = {

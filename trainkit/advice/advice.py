@@ -239,7 +239,7 @@ class RunSet:
         for stage, model in models.items():
             for shape in self.shapes(model):
                 name = SINGLE if shape.devices == 1 and self._has_single else stage
-                if why := model.unknown(shape):
+                if why := model.why_unknown(shape):
                     # It is on several nodes only because no larger node was seen.
                     guessed = shape.nodes > 1 and not self._constraints.gpus_per_node
                     hint = " (--gpus-per-node N if a node has more than were used)" * guessed
@@ -280,7 +280,7 @@ class RunSet:
         batch, step = shape.devices * shape.batch, model.step_seconds(shape)
         unknown = np.full(DRAWS, math.nan)
         alone, part_alone = (
-            unknown if model.unknown(one) else model.step_seconds(one)
+            unknown if model.why_unknown(one) else model.step_seconds(one)
             for one in (shape.on_one_device(), Shape(1, 1, shape.batch))
         )
         efficiency, equal = alone / step / shape.devices, "global batch"
@@ -310,7 +310,7 @@ class RunSet:
     def _missing_run(self, stage: str, shape: Shape, model: Scaling, why: str) -> NextRun | None:
         """Return the run that would measure what is not predicted; None if its cost is unknown."""
         one = shape.on_one_device()
-        if shape != one and model.unknown(one) or not np.isfinite(self._epochs_needed(one.batch)).any():
+        if shape != one and model.why_unknown(one) or not np.isfinite(self._epochs_needed(one.batch)).any():
             return None
         hours = self._next_run_hours(shape, one, model)
         return NextRun(stage, shape, self._next_epochs, hours, f"what is missing ({why})")

@@ -14,26 +14,39 @@ Sources: Qiao et al., Pollux, OSDI 2021. Venkataraman et al., Ernest, NSDI 2016 
 Patarasuk and Yuan, 2009 (ring all-reduce).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from scipy.optimize import nnls
 
-DRAWS = 400  # of the bootstrap
-LEAST_SECONDS = 1e-9  # of a step or an evaluation, so that ratios of them are finite
-OVERLAPS = np.array([1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0])  # the g of `overlap`
-ROUNDING = 1e-18  # of a squared relative error
-LEAST_ERROR = 0.005  # of a prediction: closer, the models are equally good
-# How much equal runs differ if there are no repeats: as if two of them had shown 2 %.
-EXPECTED_SCATTER, EXPECTED_WEIGHT = 0.008, 3
-EXPECTED_BEYOND = 0.06  # of a prediction at twice the largest count
-SIZES = 3  # of all-reduces, those nearest in size to the gradients
-FURTHEST = 2  # times the largest count that was measured
+# Equally likely values of everything that is predicted: the draws of the bootstrap.
+DRAWS = 400
+# Of a step or an evaluation, so that ratios of them are finite.
+LEAST_SECONDS = 1e-9
+# The g of `overlap`.
+OVERLAP_EXPONENTS = np.array([1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0])
+# Squared relative errors that differ by less are equal: that is rounding, which differs by processor.
+EQUAL_SQUARED_ERROR = 1e-18
+# The relative error of a prediction below which models are equally good.
+LEAST_ERROR = 0.005
+# By how much, relatively, equal runs differ if there are no repeats, and how many measurements that
+# expectation is worth: as if two runs had shown 2 %.
+EXPECTED_SCATTER = 0.008
+EXPECTED_SCATTER_WEIGHT = 3
+# The least relative error to expect of a prediction at twice the largest count.
+EXPECTED_ERROR_BEYOND = 0.06
+# The number of sizes of an all-reduce that count: those nearest to the bytes of the gradients.
+NEAREST_SIZES = 3
+# Nothing is predicted beyond so many times the largest count, or the batches, that were measured.
+FURTHEST_FACTOR = 2
 
-Seconds = np.ndarray  # (draws, shapes)
-Predictor = Callable[[np.ndarray], Seconds]  # of shapes, (shapes, 3), with the columns of `Shape`
+# (draws, shapes)
+Seconds = np.ndarray
+# Shapes as an array have the columns of `Shape`: (shapes, 3).
+Predictor = Callable[[np.ndarray], Seconds]
 
 
 class Shape(NamedTuple):
@@ -43,9 +56,13 @@ class Shape(NamedTuple):
     nodes: int
     batch: int
 
+    @property
+    def global_batch(self) -> int:
+        return self.devices * self.batch
+
     def on_one_device(self) -> "Shape":
         """Return the shape on one device with the same global batch."""
-        return Shape(1, 1, self.devices * self.batch)
+        return Shape(devices=1, nodes=1, batch=self.global_batch)
 
 
 class AllReduce(NamedTuple):
@@ -57,7 +74,8 @@ class AllReduce(NamedTuple):
     seconds: float
 
 
-Measured = dict[Shape, list[list[float]]]  # seconds of a step: of each run, in each epoch
+# The seconds of a step, by shape: of each run, in each epoch.
+Measured = dict[Shape, list[list[float]]]
 
 
 @dataclass(frozen=True)
@@ -72,53 +90,62 @@ class Scaling:
     errors: dict[str, float]
     weights: dict[str, float]
     all_reduces: tuple[AllReduce, ...]
-    _draws: dict[Shape, np.ndarray]
-    _predict: Predictor
+    _draws_of_measured: dict[Shape, np.ndarray]
+    _mixture: "_Mixture"
 
     @property
     def model(self) -> str:
         """Return the name of the model that predicts best."""
-        return max(self.weights, key=self.weights.get)
+        return _heaviest(self.weights)
 
     def step_seconds(self, shape: Shape) -> np.ndarray:
         """Draw equally likely values, (draws,): around the measurement, if any, else by the models."""
-        return self._draws[shape] if shape in self._draws else self._predict(np.array([shape], float))[:, 0]
+        if shape in self._draws_of_measured:
+            return self._draws_of_measured[shape]
+        return self._mixture.predict(np.array([shape], float))[:, 0]
 
     def basis(self, shape: Shape) -> str:
         """Return the basis of `step_seconds`: "measured" or "predicted", and what was never observed."""
         if shape in self.measured:
             return "measured"
-        most = max(found.devices for found in [*self.measured, *self.all_reduces])
-        beyond = f"beyond the {most} devices measured, where a bus or a loader may be full"
-        missing = [beyond] if shape.devices > most else []
+        never_observed = []
+        most = self._most_devices()
+        if shape.devices > most:
+            never_observed.append(f"beyond the {most} devices measured, where a bus or a loader may be full")
         if shape.batch not in {run.batch for run in self.measured}:
-            missing.append("no batch of that size per device")
+            never_observed.append("no batch of that size per device")
         if shape.nodes > 1 and not any(run.nodes > 1 for run in self.measured):
-            missing.append("no run between nodes")
-        return ": ".join(filter(None, ["predicted", "; ".join(missing)]))
+            never_observed.append("no run between nodes")
+        if not never_observed:
+            return "predicted"
+        return f"predicted: {'; '.join(never_observed)}"
 
-    def unknown(self, shape: Shape) -> str:
+    def why_unknown(self, shape: Shape) -> str:
         """Return why nothing is predicted for `shape`, as a clause; "" if something is."""
-        seen = [*self.measured, *self.all_reduces]
-        several = {found.nodes > 1 for found in seen if found.devices > 1}
-        most = max(found.devices for found in seen)
-        batches = [found.batch for found in self.measured]
-        if shape.devices == 1 and not any(found.devices == 1 for found in self.measured):
+        most = self._most_devices()
+        crosses_nodes = shape.nodes > 1
+        exchanges = {seen.nodes > 1 for seen in [*self.measured, *self.all_reduces] if seen.devices > 1}
+        batches = [seen.batch for seen in self.measured]
+        least_batch, most_batch = min(batches), max(batches)
+        global_batches = {seen.global_batch for seen in self.measured}
+        if shape.devices == 1 and not any(seen.devices == 1 for seen in self.measured):
             return "no run on one device was measured"
-        if shape.devices > 1 and (shape.nodes > 1) not in several:
-            where = "between nodes" if shape.nodes > 1 else "between devices of one node"
-            return f"no exchange {where} was measured"
-        if shape.devices > FURTHEST * most:
-            return f"more than {FURTHEST} times the {most} device(s) that were measured"
-        if len(set(batches)) == 1 and shape.batch not in batches:
-            return f"with only {batches[0]} images on each device, the cost of other batches is unknown"
-        every = {found.devices * found.batch for found in self.measured}  # the global batches
-        if len(every) == 1 and shape.devices * shape.batch not in every:
-            return f"with only the global batch {min(every)}, the cost of other batches is unknown"
-        if not min(batches) / FURTHEST <= shape.batch <= max(batches) * FURTHEST:
-            within = f"{min(batches)} to {max(batches)}"
-            return f"{shape.batch} images on each device are far from the {within} that were measured"
+        if shape.devices > 1 and crosses_nodes not in exchanges:
+            members = "between nodes" if crosses_nodes else "between devices of one node"
+            return f"no exchange {members} was measured"
+        if shape.devices > FURTHEST_FACTOR * most:
+            return f"more than {FURTHEST_FACTOR} times the {most} device(s) that were measured"
+        if least_batch == most_batch and shape.batch != least_batch:
+            return f"with only {least_batch} images on each device, the cost of other batches is unknown"
+        if len(global_batches) == 1 and shape.global_batch not in global_batches:
+            return f"with only the global batch {min(global_batches)}, the cost of other batches is unknown"
+        if not least_batch / FURTHEST_FACTOR <= shape.batch <= most_batch * FURTHEST_FACTOR:
+            measured = f"the {least_batch} to {most_batch} that were measured"
+            return f"{shape.batch} images on each device are far from {measured}"
         return ""
+
+    def _most_devices(self) -> int:
+        return max(seen.devices for seen in [*self.measured, *self.all_reduces])
 
 
 def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_bytes: float = 0) -> Scaling:
@@ -127,226 +154,370 @@ def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_byte
     `all_reduces` count only if `gradient_bytes`, the bytes exchanged in a step, is known.
     """
     shapes = np.array(list(measured), float)
-    centre = np.array([np.median(np.concatenate(runs)) for runs in measured.values()])
-    ladder = _ladder(shapes, _exchange_of_doctor(all_reduces, gradient_bytes) if gradient_bytes else None)
-    errors = {name: _held_out_error(model, shapes, centre) for name, model in ladder.items()}
-    weights = _weights(errors, len(centre))
+    medians = np.array([np.median(np.concatenate(runs)) for runs in measured.values()])
+    ladder = _ladder(shapes, _exchange_of_doctor(all_reduces, gradient_bytes))
+    errors = {name: _held_out_error(model, shapes, medians) for name, model in ladder.items()}
+    weights = _weights(errors, points=len(medians))
+    best = _heaviest(weights)
 
     random = np.random.default_rng(0)
     noise = _draw_noise(measured, random)
-    best = ladder[max(weights, key=weights.get)]
-    misfit = np.log(best.fit(shapes, centre[None])(shapes)[0] / centre)
-    spare = max(len(centre) - best.parameters, 0)
-    unexplained = max((misfit**2).sum() - spare * noise.var(axis=0).mean(), 0) if spare else 0
-    freedom = EXPECTED_WEIGHT + spare
-    scatter = np.sqrt((EXPECTED_WEIGHT * EXPECTED_SCATTER**2 + unexplained) / freedom)
-    # With repeats the noise includes how equal runs differ, else only the model's residuals do.
-    repeated = any(len(runs) > 1 for runs in measured.values())
-    draws = centre * np.exp(noise + (not repeated) * scatter * random.standard_t(freedom, noise.shape))
-    elsewhere = np.exp(scatter * random.standard_t(freedom, (DRAWS, 1)))
+    scatter = _scatter_between_shapes(ladder[best], shapes, medians, noise)
+    # Drawn in any case: what comes later has the same numbers with repeats and without.
+    scatter_of_shapes = scatter.draw(random, noise.shape)
+    if not any(len(runs) > 1 for runs in measured.values()):
+        # With repeats the noise includes how equal runs differ, else only the model's residuals do.
+        noise = noise + scatter_of_shapes
+    draws = medians * np.exp(noise)
+    scatter_elsewhere = np.exp(scatter.draw(random, (DRAWS, 1)))
     # No run shows a cliff beyond the largest count: expect at least the error on a held-out one.
-    missed = max(EXPECTED_BEYOND, np.nan_to_num(errors[max(weights, key=weights.get)]))
-    beyond = missed * random.standard_t(EXPECTED_WEIGHT, DRAWS)
-    most = {nodes > 1: max(n for n, m, _ in shapes if (m > 1) == (nodes > 1)) for _, nodes, _ in shapes}
+    error_beyond = max(EXPECTED_ERROR_BEYOND, np.nan_to_num(errors[best]))
+    growth_per_doubling = error_beyond * random.standard_t(EXPECTED_SCATTER_WEIGHT, DRAWS)
+    model_of_draw = random.choice(len(ladder), DRAWS, p=list(weights.values()))
+    mixture = _Mixture(
+        predictors={name: model.fit(shapes, draws) for name, model in ladder.items()},
+        growth_per_doubling=growth_per_doubling,
+        model_of_draw=model_of_draw,
+        scatter=scatter_elsewhere,
+        largest_counts=_largest_counts(shapes),
+        measured_exchanges={bool(nodes > 1) for devices, nodes, _ in shapes if devices > 1},
+    )
+    return Scaling(
+        measured=measured,
+        errors=errors,
+        weights=weights,
+        all_reduces=tuple(all_reduces) if "doctor" in ladder else (),
+        _draws_of_measured=dict(zip(measured, draws.T, strict=True)),
+        _mixture=mixture,
+    )
 
-    chosen = random.choice(len(ladder), DRAWS, p=list(weights.values()))
-    predictors = {name: model.fit(shapes, draws) for name, model in ladder.items()}
-    crossed = {nodes > 1 for devices, nodes, _ in shapes if devices > 1}
 
-    def predict(wanted: np.ndarray) -> Seconds:
-        predicted = np.stack([predictor(wanted) for predictor in predictors.values()])
-        for i, (devices, nodes, _) in enumerate(wanted):
-            doublings = np.log2(max(devices / most.get(nodes > 1, devices), 1))
-            predicted[:, :, i] *= np.exp(beyond * doublings)
-            # The other models have no such exchange.
-            if devices > 1 and (nodes > 1) not in crossed and "doctor" in predictors:
-                predicted[:, :, i] = predictors["doctor"](wanted[i : i + 1])[:, 0]
-        return np.maximum(predicted[chosen, np.arange(DRAWS)] * elsewhere, LEAST_SECONDS)
+@dataclass(frozen=True)
+class _Mixture:
+    """Predictions of all models, of which each draw takes one.
 
-    used = tuple(all_reduces) if "doctor" in ladder else ()
-    return Scaling(measured, errors, weights, used, dict(zip(measured, draws.T, strict=True)), predict)
+    Args:
+        predictors: the fitted models by their names.
+        growth_per_doubling: (draws,), in logarithms: by how much a step takes longer for each doubling of the
+            devices beyond the largest count.
+        model_of_draw: (draws,), the index of the model.
+        scatter: (draws, 1), a factor on the seconds of shapes that were not measured.
+        largest_counts: of devices, with runs between nodes (True) and within one (False).
+        measured_exchanges: whether runs on several devices were between nodes (True) or within one (False).
+    """
+
+    predictors: dict[str, Predictor]
+    growth_per_doubling: np.ndarray
+    model_of_draw: np.ndarray
+    scatter: np.ndarray
+    largest_counts: dict[bool, float]
+    measured_exchanges: set[bool]
+
+    def predict(self, shapes: np.ndarray) -> Seconds:
+        predicted = np.stack([predictor(shapes) for predictor in self.predictors.values()])
+        for i, (devices, nodes, _) in enumerate(shapes):
+            crosses_nodes = bool(nodes > 1)
+            if devices > 1 and crosses_nodes not in self.measured_exchanges and "doctor" in self.predictors:
+                # The other models have no such exchange.
+                predicted[:, :, i] = self.predictors["doctor"](shapes[i : i + 1])[:, 0]
+                continue
+            largest_count = self.largest_counts.get(crosses_nodes, devices)
+            doublings = np.log2(max(devices / largest_count, 1))
+            predicted[:, :, i] *= np.exp(self.growth_per_doubling * doublings)
+        of_each_draw = predicted[self.model_of_draw, np.arange(DRAWS)]
+        return np.maximum(of_each_draw * self.scatter, LEAST_SECONDS)
 
 
-class _Model(NamedTuple):
+class _Scatter(NamedTuple):
+    """How far the seconds of a shape are from the model, relatively: a Student's t distribution."""
+
+    size: float
+    degrees_of_freedom: int
+
+    def draw(self, random: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
+        return self.size * random.standard_t(self.degrees_of_freedom, size)
+
+
+def _scatter_between_shapes(
+    model: "_Model", shapes: np.ndarray, seconds: np.ndarray, noise: np.ndarray
+) -> _Scatter:
+    """Estimate the scatter from what the model leaves unexplained beyond the noise, and from experience."""
+    predicted = model.fit(shapes, seconds[None])(shapes)[0]
+    misfits = np.log(predicted / seconds)
+    spare_points = max(len(seconds) - model.parameters, 0)
+    unexplained = 0.0
+    if spare_points:
+        explained_by_noise = spare_points * noise.var(axis=0).mean()
+        unexplained = max((misfits**2).sum() - explained_by_noise, 0)
+    degrees_of_freedom = EXPECTED_SCATTER_WEIGHT + spare_points
+    expected = EXPECTED_SCATTER_WEIGHT * EXPECTED_SCATTER**2
+    return _Scatter(np.sqrt((expected + unexplained) / degrees_of_freedom), degrees_of_freedom)
+
+
+def _largest_counts(shapes: np.ndarray) -> dict[bool, float]:
+    """Return the largest count of devices between nodes (True), and within one (False), if there are any."""
+    largest: dict[bool, float] = {}
+    for devices, nodes, _ in shapes:
+        crosses_nodes = bool(nodes > 1)
+        largest[crosses_nodes] = max(devices, largest.get(crosses_nodes, 0))
+    return largest
+
+
+# --- the models -------------------------------------------------------------------------------------
+
+
+class _Model(Protocol):
+    """A model of the seconds of a step, with so many parameters."""
+
     parameters: int
-    fit: Callable[[np.ndarray, Seconds], Predictor]  # shapes, and draws of their seconds
+
+    def fit(self, shapes: np.ndarray, seconds: Seconds) -> Predictor:
+        """Return predictions with as many draws as `seconds` has."""
 
 
-def _ladder(shapes: np.ndarray, exchange: Callable | None) -> dict[str, _Model]:
+def _ladder(shapes: np.ndarray, exchange_of_doctor: Predictor | None) -> dict[str, _Model]:
     """Return the models that these shapes can determine."""
-    several = shapes[:, 0] > 1
-    ladder = {}
-    if exchange and not several.all():
-        ladder["doctor"] = _overlap(lambda *_: lambda wanted: exchange(wanted)[None], parameters=2)
-    if several.any() or "doctor" not in ladder:
-        ladder["ring"] = _linear(_ring, shapes)
-        ladder["shared"] = _linear(_shared, shapes)
-    if several.any() and not several.all():
-        ladder["overlap"] = _overlap(_exchange_of_runs, parameters=4)
+    on_several = shapes[:, 0] > 1
+    ladder: dict[str, _Model] = {}
+    if exchange_of_doctor and not on_several.all():
+        ladder["doctor"] = _OverlapModel(parameters=2, fit_exchange=lambda *_: exchange_of_doctor)
+    if on_several.any() or "doctor" not in ladder:
+        ladder["ring"] = _LinearModel(_rank(_ring_columns(shapes)), _ring_columns)
+        ladder["shared"] = _LinearModel(_rank(_shared_columns(shapes)), _shared_columns)
+    if on_several.any() and not on_several.all():
+        ladder["overlap"] = _OverlapModel(parameters=4, fit_exchange=_fit_exchange_of_runs)
     return ladder
 
 
-def _computation(shapes: np.ndarray) -> np.ndarray:
+def _rank(columns: np.ndarray) -> int:
+    return int(np.linalg.matrix_rank(columns))
+
+
+@dataclass(frozen=True)
+class _LinearModel:
+    """A step takes a sum of costs, each times a column that the shape has."""
+
+    parameters: int
+    columns_of: Callable[[np.ndarray], np.ndarray]
+
+    def fit(self, shapes: np.ndarray, seconds: Seconds) -> Predictor:
+        costs = _fit_non_negative(self.columns_of(shapes), seconds)
+        return lambda wanted: costs @ self.columns_of(wanted).T
+
+
+@dataclass(frozen=True)
+class _OverlapModel:
+    """The computation of the runs on one device, and an exchange that overlaps with it.
+
+    `fit_exchange` fits the exchange to the runs on several devices: their shapes and seconds, the costs of
+    the computation, and the exponent of the overlap.
+    """
+
+    parameters: int
+    fit_exchange: Callable[[np.ndarray, Seconds, np.ndarray, float], Predictor]
+
+    def fit(self, shapes: np.ndarray, seconds: Seconds) -> Predictor:
+        on_several = shapes[:, 0] > 1
+        costs = _fit_non_negative(_computation_columns(shapes[~on_several]), seconds[:, ~on_several])
+        computation = costs @ _computation_columns(shapes).T
+        exchanges = []
+        squared_errors = []
+        for exponent in OVERLAP_EXPONENTS:
+            exchange = self.fit_exchange(shapes[on_several], seconds[:, on_several], costs, exponent)
+            step = _overlapped(computation, exchange(shapes), exponent)
+            exchanges.append(exchange)
+            squared_errors.append(((step / seconds - 1) ** 2)[:, on_several].sum(axis=1))
+        # Overlaps that explain the runs equally well, as all do without any, take turns.
+        is_as_good = squared_errors <= np.min(squared_errors, axis=0) + EQUAL_SQUARED_ERROR
+        turn = np.arange(len(seconds)) % is_as_good.sum(axis=0)
+        overlap_of_draw = np.argmax(is_as_good.cumsum(axis=0) > turn, axis=0)
+
+        def predict(wanted: np.ndarray) -> Seconds:
+            computation = costs @ _computation_columns(wanted).T
+            steps = [
+                _overlapped(computation, exchange(wanted), exponent)
+                for exchange, exponent in zip(exchanges, OVERLAP_EXPONENTS, strict=True)
+            ]
+            return np.stack(steps)[overlap_of_draw, np.arange(len(seconds))]
+
+        return predict
+
+
+def _overlapped(computation: Seconds, exchange: Seconds, exponent: float) -> Seconds:
+    return (computation**exponent + exchange**exponent) ** (1 / exponent)
+
+
+def _computation_columns(shapes: np.ndarray) -> np.ndarray:
+    """Return a one and the images per device: (shapes, 2)."""
     return np.stack([np.ones(len(shapes)), shapes[:, 2]], axis=1)
 
 
-def _exchange(shapes: np.ndarray, bytes: float | np.ndarray = 1.0) -> np.ndarray:
+def _exchange_columns(shapes: np.ndarray, bytes: float | np.ndarray = 1.0) -> np.ndarray:
     """Return bytes and latencies of the rings within a node and between nodes: (shapes, 4).
 
     With a single count above one the two are indistinguishable: the fit takes the bytes, which come first.
     """
     devices, nodes, _ = shapes.T
-    rings = []
+    columns = []
     for members in (devices / nodes, nodes):
-        steps = 2 * (members - 1)
-        rings += [steps / members * bytes, steps]
-    return np.stack(rings, axis=1)
+        rounds = 2 * (members - 1)
+        columns += [rounds / members * bytes, rounds]
+    return np.stack(columns, axis=1)
 
 
-def _ring(shapes: np.ndarray) -> np.ndarray:
-    return np.column_stack([_computation(shapes), _exchange(shapes)])
+def _ring_columns(shapes: np.ndarray) -> np.ndarray:
+    return np.column_stack([_computation_columns(shapes), _exchange_columns(shapes)])
 
 
-def _shared(shapes: np.ndarray) -> np.ndarray:
+def _shared_columns(shapes: np.ndarray) -> np.ndarray:
     devices, nodes, batch = shapes.T
-    return np.column_stack([_ring(shapes), (devices / nodes - 1) * batch])
+    return np.column_stack([_ring_columns(shapes), (devices / nodes - 1) * batch])
 
 
-def _linear(columns: Callable[[np.ndarray], np.ndarray], shapes: np.ndarray) -> _Model:
-    def fit(shapes: np.ndarray, seconds: Seconds) -> Predictor:
-        costs = _fit_non_negative(columns(shapes), seconds)
-        return lambda wanted: costs @ columns(wanted).T
-
-    return _Model(np.linalg.matrix_rank(columns(shapes)), fit)
-
-
-def _overlap(exchange_of: Callable, parameters: int) -> _Model:
-    """Return a model from `exchange_of`, the computation of the runs and an overlap."""
-
-    def fit(shapes: np.ndarray, seconds: Seconds) -> Predictor:
-        several = shapes[:, 0] > 1
-        costs = _fit_non_negative(_computation(shapes[~several]), seconds[:, ~several])
-        exchanges, misfits = [], []
-        for g in OVERLAPS:
-            exchange = exchange_of(shapes[several], seconds[:, several], costs, g)
-            step = _overlapped(costs @ _computation(shapes).T, exchange(shapes), g)
-            exchanges.append(exchange)
-            misfits.append(((step / seconds - 1) ** 2)[:, several].sum(axis=1))
-        # Overlaps that explain the runs equally well, as all do without any, are equally likely.
-        tied = misfits <= np.min(misfits, axis=0) + ROUNDING
-        turns = np.arange(len(seconds)) % tied.sum(axis=0)
-        best = np.argmax(tied.cumsum(axis=0) > turns, axis=0)
-
-        def predict(wanted: np.ndarray) -> Seconds:
-            computation = costs @ _computation(wanted).T
-            steps = [_overlapped(computation, e(wanted), g) for e, g in zip(exchanges, OVERLAPS, strict=True)]
-            return np.stack(steps)[best, np.arange(len(seconds))]
-
-        return predict
-
-    return _Model(parameters, fit)
-
-
-def _overlapped(computation: Seconds, exchange: Seconds, g: float) -> Seconds:
-    return (computation**g + exchange**g) ** (1 / g)
-
-
-def _exchange_of_runs(shapes: np.ndarray, seconds: Seconds, costs: np.ndarray, g: float) -> Predictor:
+def _fit_exchange_of_runs(
+    shapes: np.ndarray, seconds: Seconds, computation_costs: np.ndarray, exponent: float
+) -> Predictor:
     """Fit the time that runs on several devices take beyond their computation."""
-    computation = costs @ _computation(shapes).T
-    rest = np.maximum(seconds**g - computation**g, 0) ** (1 / g)
-    rings = _fit_non_negative(_exchange(shapes), rest, 1 / np.median(seconds, axis=0))
-    return lambda wanted: rings @ _exchange(wanted).T
+    computation = computation_costs @ _computation_columns(shapes).T
+    exchange = np.maximum(seconds**exponent - computation**exponent, 0) ** (1 / exponent)
+    costs = _fit_non_negative(_exchange_columns(shapes), exchange, weights=1 / np.median(seconds, axis=0))
+    return lambda wanted: costs @ _exchange_columns(wanted).T
 
 
-def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float) -> Callable | None:
-    """Predict the seconds of the exchange by shape, from the doctor's all-reduces of about as many bytes."""
-    if not all_reduces:
+def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float) -> Predictor | None:
+    """Predict the exchange by shape, (1, shapes), from the doctor's all-reduces of about as many bytes."""
+    if not all_reduces or not gradient_bytes:
         return None
     # Small messages take the time of their rounds, which varies, and say little about large ones.
-    sizes = {found.bytes for found in all_reduces}
-    nearest = sorted(sizes, key=lambda size: abs(np.log(size / gradient_bytes)))[:SIZES]
-    table = np.array([found for found in all_reduces if found.bytes in nearest])
-    devices, nodes, bytes, seconds = table.T
-    shapes = np.column_stack([devices, nodes, 0 * nodes])
-    (rings,) = _fit_non_negative(_exchange(shapes, bytes), seconds[None])
-    return lambda wanted: _exchange(wanted, gradient_bytes) @ rings
+    sizes = {all_reduce.bytes for all_reduce in all_reduces}
+    nearest = sorted(sizes, key=lambda size: abs(np.log(size / gradient_bytes)))[:NEAREST_SIZES]
+    chosen = np.array([all_reduce for all_reduce in all_reduces if all_reduce.bytes in nearest])
+    devices, nodes, bytes, seconds = chosen.T
+    shapes = np.column_stack([devices, nodes, np.zeros_like(nodes)])
+    costs = _fit_non_negative(_exchange_columns(shapes, bytes), seconds[None])
+    return lambda wanted: costs @ _exchange_columns(wanted, gradient_bytes).T
 
 
 def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray | None = None) -> np.ndarray:
-    """Return the costs, (draws, columns), none below 0, with the least relative errors of all subsets."""
-    weights = 1 / np.median(seconds, axis=0) if weights is None else weights
+    """Return the costs, (draws, columns), none below 0, with the least squared errors of each draw.
+
+    The errors are relative to the median of the draws, or have these weights. Of columns that are
+    proportional in all shapes, such as bytes and rounds of a single count, the first one has the cost.
+    """
+    if weights is None:
+        weights = 1 / np.median(seconds, axis=0)
     scale = np.abs(columns).max(axis=0)
-    used = np.flatnonzero(scale)
-    weighted = columns[:, used] / scale[used] * weights[:, None]
-    wanted = seconds * weights
-    best, least = np.zeros((len(seconds), columns.shape[1])), (wanted**2) @ np.ones(len(weights))
-    for count in range(1, len(used) + 1):
-        for subset in map(list, combinations(range(len(used)), count)):
-            costs = wanted @ np.linalg.pinv(weighted[:, subset]).T
-            errors = ((costs @ weighted[:, subset].T - wanted) ** 2).sum(axis=1)
-            # By more than rounding, which differs by processor: of equal fits the first counts.
-            better = (costs >= 0).all(axis=1) & (errors < least * (1 - 1e-9) - ROUNDING)
-            best[better] = 0
-            best[np.ix_(better, used[subset])] = costs[better] / scale[used[subset]]
-            least = np.where(better, errors, least)
-    return best
+    independent: list[int] = []
+    for i in np.flatnonzero(scale):
+        unit = columns[:, i] / scale[i]
+        if not any(np.allclose(unit, columns[:, j] / scale[j]) for j in independent):
+            independent.append(i)
+    scale = scale[independent]
+    weighted = columns[:, independent] / scale * weights[:, None]
+    costs = np.zeros((len(seconds), columns.shape[1]))
+    for draw, wanted in enumerate(seconds * weights):
+        solution, _ = nnls(weighted, wanted)
+        costs[draw, independent] = solution / scale
+    return costs
+
+
+# --- how far to trust them --------------------------------------------------------------------------
 
 
 def _held_out_error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> float:
     """Leave out the largest counts and each batch in turn; return the root mean square relative error."""
     devices, nodes, batches = shapes.T
-    errors = []
-    for hidden in [*_largest_counts(devices, nodes), *(batches == batch for batch in np.unique(batches))]:
-        shown = devices[~hidden]
-        # Two batches are needed to separate a fixed cost from one per image, unless only one is asked for.
-        fewest = batches[~hidden & (devices == devices.min())]
-        enough = len(np.unique(fewest)) > 1 or np.isin(batches[hidden], batches[~hidden]).all()
-        alone = (shown == 1).any() or not (devices == 1).any()
-        if enough and alone and (shown.max() > 1 or devices.max() == 1):
+    left_out = _where_largest_counts_are(devices, nodes)
+    left_out += [batches == batch for batch in np.unique(batches)]
+    errors: list[float] = []
+    for hidden in left_out:
+        if _others_can_predict(hidden, devices, batches):
             predictor = model.fit(shapes[~hidden], seconds[None, ~hidden])
-            errors += list(np.log(np.maximum(predictor(shapes[hidden])[0], 1e-12) / seconds[hidden]))
+            predicted = np.maximum(predictor(shapes[hidden])[0], 1e-12)
+            errors += list(np.log(predicted / seconds[hidden]))
+    if not errors:
+        return math.nan
     # Rounded, so that equally good models are equal on every processor, and the simplest one counts.
-    return round(float(np.sqrt(np.mean(np.square(errors)))), 9) if errors else np.nan
+    return round(float(np.sqrt(np.mean(np.square(errors)))), 9)
 
 
-def _largest_counts(devices: np.ndarray, nodes: np.ndarray) -> list[np.ndarray]:
+def _others_can_predict(hidden: np.ndarray, devices: np.ndarray, batches: np.ndarray) -> bool:
+    """Return whether a fit without the hidden points determines what their prediction needs."""
+    shown = ~hidden
+    if not shown.any():
+        return False
+    if devices[shown].max() == 1 and devices.max() > 1:
+        return False
+    if (devices == 1).any() and not (devices[shown] == 1).any():
+        return False
+    # Two batches are needed to separate a fixed cost from one per image, unless only one is asked for.
+    batches_of_fewest_devices = np.unique(batches[shown & (devices == devices.min())])
+    asks_for_no_other = np.isin(batches[hidden], batches[shown]).all()
+    return len(batches_of_fewest_devices) > 1 or bool(asks_for_no_other)
+
+
+def _where_largest_counts_are(devices: np.ndarray, nodes: np.ndarray) -> list[np.ndarray]:
     """Return where the largest counts within a node and between nodes are, if others can predict them."""
-    found = []
-    for regime in ((nodes == 1) & (devices > 1), nodes > 1):
-        counts = np.unique(devices[regime])
+    masks = []
+    within_a_node = (nodes == 1) & (devices > 1)
+    between_nodes = nodes > 1
+    for of_this_kind in (within_a_node, between_nodes):
+        counts = np.unique(devices[of_this_kind])
         if len(counts) > 1:
-            found.append(regime & (devices == counts.max()))
-    return found or [devices == devices.max()]
+            masks.append(of_this_kind & (devices == counts.max()))
+    return masks or [devices == devices.max()]
 
 
 def _weights(errors: dict[str, float], points: int) -> dict[str, float]:
     """Return each model's share, by the likelihood of its errors if they were normal."""
-    logs = -points * np.log(np.maximum(np.nan_to_num(list(errors.values())), LEAST_ERROR))
-    shares = np.exp(logs - logs.max())
+    log_likelihoods = -points * np.log(np.maximum(np.nan_to_num(list(errors.values())), LEAST_ERROR))
+    shares = np.exp(log_likelihoods - log_likelihoods.max())
     return dict(zip(errors, shares / shares.sum(), strict=True))
 
 
-def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
-    """Draw the error of each median, in logarithms, from the scatter of epochs and runs.
+def _heaviest(weights: dict[str, float]) -> str:
+    return max(weights, key=weights.get)
 
-    The scatter of all shapes is pooled: few epochs of one shape say little. Two runs differ by plus and minus
-    half of their distance; the factor, whose square is 1 on average, fills what lies between.
+
+def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
+    """Draw the error of each median, in logarithms, from the scatter of epochs and runs: (draws, shapes).
+
+    The scatter of all shapes is pooled: few epochs of one shape say little.
     """
-    epochs, runs = [], []
-    for of_shape in measured.values():
-        medians = np.array([np.median(np.log(seconds)) for seconds in of_shape])
-        for seconds, median in zip(of_shape, medians, strict=True):
-            if (k := len(seconds)) > 1:
-                epochs += list((np.log(seconds) - median) * np.sqrt(k / (k - 1)))
-        if (k := len(medians)) > 1:
-            runs += list((medians - np.median(medians)) * np.sqrt(k / (k - 1)))
+    epoch_deviations, run_deviations = _deviations(measured)
     columns = []
-    for of_shape in measured.values():
-        drawn = [
-            np.median(random.choice(epochs or [0.0], (DRAWS, len(seconds))), axis=1)
-            + (random.choice(runs, DRAWS) * random.uniform(0, np.sqrt(3), DRAWS) if runs else 0)
-            for seconds in of_shape
-        ]
+    for runs in measured.values():
+        drawn = []
+        for epochs in runs:
+            of_epochs = random.choice(epoch_deviations or [0.0], (DRAWS, len(epochs)))
+            noise_of_run = np.median(of_epochs, axis=1)
+            if run_deviations:
+                # Two runs differ by plus and minus half of their distance; the factor, whose square is 1 on
+                # average, fills what lies between.
+                of_runs = random.choice(run_deviations, DRAWS)
+                factor = random.uniform(0, np.sqrt(3), DRAWS)
+                noise_of_run = noise_of_run + of_runs * factor
+            drawn.append(noise_of_run)
         columns.append(np.median(drawn, axis=0))
     return np.stack(columns, axis=1)
+
+
+def _deviations(measured: Measured) -> tuple[list[float], list[float]]:
+    """Return how far, in logarithms, epochs are from the median of their run, and runs from that of all."""
+    of_epochs: list[float] = []
+    of_runs: list[float] = []
+    for runs in measured.values():
+        logs = [np.log(epochs) for epochs in runs]
+        medians = np.array([np.median(log) for log in logs])
+        for log, median in zip(logs, medians, strict=True):
+            of_epochs += _corrected(log - median)
+        of_runs += _corrected(medians - np.median(medians))
+    return of_epochs, of_runs
+
+
+def _corrected(deviations: np.ndarray) -> list[float]:
+    """Enlarge deviations from the middle of a sample, which are too small as it is their own; none of one."""
+    size = len(deviations)
+    if size == 1:
+        return []
+    return list(deviations * np.sqrt(size / (size - 1)))
