@@ -9,8 +9,8 @@ import math
 from pathlib import Path
 
 from trainkit.advice.advice import NextRun, Option, interval
-from trainkit.advice.answer import AnswerText, answer_for
 from trainkit.advice.constraints import Constraints
+from trainkit.advice.report import AnswerText, answer_for, report
 from trainkit.config.command_line import Parser, above_0, at_least, duration, given_path, list_of
 from trainkit.errors import run
 from trainkit.files import explained
@@ -19,39 +19,47 @@ RESULTS = Path(__file__).resolve().parent
 
 
 def main() -> int:
-    own = _parse()
+    arguments = _parse()
     constraints = Constraints(
-        own.target, own.epochs, own.deadline, own.budget, own.min_efficiency / 100, own.gpus, own.batch_size,
-        own.gpus_per_node, own.price,
-    )  # fmt: skip
-    words, skipped = answer_for(own.paths, constraints, own.set)
-    if own.json:
+        target=arguments.target,
+        epochs=arguments.epochs,
+        deadline_s=arguments.deadline,
+        budget_hours=arguments.budget,
+        min_efficiency=arguments.min_efficiency / 100,
+        gpus=arguments.gpus,
+        batches=arguments.batch_size,
+        gpus_per_node=arguments.gpus_per_node,
+        price=arguments.price,
+    )
+    answer, skipped = answer_for(arguments.paths, constraints, set_number=arguments.set)
+    if arguments.json:
         with explained("the answer cannot be written", "free the space, or read all of it."):
-            print(json.dumps(_as_json(words) | {"skipped": skipped}, indent=1), flush=True)
+            print(json.dumps(_as_json(answer) | {"skipped": skipped}, indent=1), flush=True)
     else:
-        from trainkit.advice.report import report  # loads matplotlib, which takes a second
-
-        report(words, constraints, own.out, [f"Skipped: {sentence}" for sentence in skipped])
-    return 0 if words.answer.best else 1
+        report(answer, constraints, arguments.out, skipped)
+    return 0 if answer.answer.best else 1
 
 
-def _as_json(words: AnswerText) -> dict[str, object]:
+def _as_json(text: AnswerText) -> dict[str, object]:
     """Return the answer for a program; intervals are [low, middle, high], None without a number."""
-    answer = words.answer
+    answer = text.answer
+    probes = []
+    for next_run in answer.next_runs:
+        probe = _what_runs(next_run)
+        probe["epochs"] = next_run.epochs
+        probe["gpu_hours"] = float(next_run.hours)
+        probe["tells"] = next_run.shows
+        probe["command"] = text.command(next_run)
+        probes.append(probe)
     return {
         "goal": answer.goal,
-        "why": words.why,
+        "why": text.why,
         "sure": answer.sure,
-        "best": answer.best and _option(answer.best),
-        "options": list(map(_option, answer.options)),
-        "probes": [
-            _place(run)
-            | {"epochs": run.epochs, "gpu_hours": float(run.hours), "tells": run.shows}
-            | {"command": words.command(run)}
-            for run in answer.next_runs
-        ],
+        "best": _option(answer.best) if answer.best else None,
+        "options": [_option(option) for option in answer.options],
+        "probes": probes,
         "unknown": answer.unknown,
-        "sentence": words.answered(),
+        "sentence": text.answered(),
     }
 
 
@@ -63,49 +71,72 @@ def _option(option: Option) -> dict[str, object]:
         "efficiency": option.efficiency,
         "break_even_images": option.break_even,
     }
-    intervals = {name: [x if math.isfinite(x) else None for x in interval(of)] for name, of in draws.items()}
-    return _place(option) | intervals | {"basis": option.basis}
+    fields = _what_runs(option)
+    for name, values in draws.items():
+        fields[name] = [value if math.isfinite(value) else None for value in interval(values)]
+    fields["basis"] = option.basis
+    return fields
 
 
-def _place(what: Option | NextRun) -> dict[str, object]:
-    devices, nodes, batch = map(int, what.shape)  # older releases of pandas give NumPy's
-    place = {"stage": what.stage, "devices": devices, "nodes": nodes}
-    return place | {"global_batch": devices * batch}
+def _what_runs(run: Option | NextRun) -> dict[str, object]:
+    # Numbers of pandas are none that JSON knows.
+    return {
+        "stage": run.stage,
+        "devices": int(run.shape.devices),
+        "nodes": int(run.shape.nodes),
+        "global_batch": int(run.shape.global_batch),
+    }
 
 
 def _parse() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     numbers = list_of(at_least(1))
     parser.add_argument(
-        "paths", nargs="*", type=given_path, default=[RESULTS / "runs"],
+        "paths",
+        nargs="*",
+        type=given_path,
+        default=[RESULTS / "runs"],
         help="CSV files of runs, or folders that hold some (default: results/runs)",
-    )  # fmt: skip
+    )
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument(
-        "--target", type=above_0(100), metavar="PERCENT",
+        "--target",
+        type=above_0(100),
+        metavar="PERCENT",
         help="the time until this test accuracy counts (default: one that most batches have reached)",
-    )  # fmt: skip
+    )
     goal.add_argument("--epochs", type=at_least(1), metavar="N", help="the time of so many epochs counts")
     parser.add_argument(
         "--deadline", type=duration, metavar="TIME", help="done within so many minutes, or HH:MM:SS"
     )
     parser.add_argument("--budget", type=above_0(), metavar="HOURS", help="with so many GPU-hours at most")
     parser.add_argument(
-        "--min-efficiency", type=above_0(100), default=70, metavar="PERCENT",
+        "--min-efficiency",
+        type=above_0(100),
+        default=70,
+        metavar="PERCENT",
         help="speedup over one GPU, divided by the GPUs, of at least (default: 70)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--gpus", type=numbers, default=(), metavar="LIST",
+        "--gpus",
+        type=numbers,
+        default=(),
+        metavar="LIST",
         help="choose among these (default: those measured, and twice the most)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--batch-size", type=numbers, default=(), metavar="LIST",
+        "--batch-size",
+        type=numbers,
+        default=(),
+        metavar="LIST",
         help="choose among these global batch sizes (default: those measured)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--gpus-per-node", type=at_least(1), metavar="N",
+        "--gpus-per-node",
+        type=at_least(1),
+        metavar="N",
         help="that a node of yours has (default: the most that were used in one)",
-    )  # fmt: skip
+    )
     parser.add_argument("--price", type=above_0(), metavar="X", help="money for a GPU-hour: adds the cost")
     parser.add_argument("--set", type=at_least(1), metavar="N", help="of runs with several settings, these")
     parser.add_argument(

@@ -13,7 +13,8 @@ from forking import Forking
 from test_drift import ON_RANKS
 from torch import nn
 
-from trainkit.advice.answer import AnswerText
+from trainkit.advice.report import AnswerText
+from trainkit.advice.scaling import Shape
 from trainkit.compare import comparison
 from trainkit.record import records
 from trainkit.training import identity
@@ -218,7 +219,7 @@ def test_a_copy_with_its_own_optimizer_is_recorded_as_what_it_is(script: Script,
     table = table_of(tmp_path)
     assert sorted(table.variant) == ["momentum 0", "momentum 0.9"] and set(table.runs) == {1}
     rows, _ = comparison.load_some([tmp_path / "runs"])
-    run = SimpleNamespace(stage="single", shape=(1, 1, 50), epochs=3)
+    run = SimpleNamespace(stage="single", shape=Shape(devices=1, nodes=1, batch=50), epochs=3)
     command = AnswerText.command(SimpleNamespace(rows=rows, on_cpu=False), run)
     assert "--lr 0.05" in command and "--recipe" not in command  # which the copy refuses
 

@@ -12,9 +12,8 @@ from conftest import ENVIRONMENT, REPOSITORY, succeeded
 from forking import Forking
 from test_comparison import ddp, write_run
 
-from trainkit.advice.advice import advise
-from trainkit.advice.answer import AnswerText
-from trainkit.advice.constraints import Constraints
+from trainkit.advice.advice import Constraints, advise
+from trainkit.advice.report import AnswerText
 from trainkit.config import options
 from trainkit.record import records
 

@@ -30,7 +30,8 @@ columns.COLUMNS["momentum"] = columns.Column(
 )
 
 from test_comparison import write_run
-from trainkit.advice.answer import AnswerText
+from trainkit.advice.report import AnswerText
+from trainkit.advice.scaling import Shape
 from trainkit.compare import comparison
 from trainkit.config import options
 
@@ -41,7 +42,7 @@ for value in ("0", "0.9"):
     write_run(folder, f"momentum-{value}", [10, 1000, 1000], **opts.columns())
 rows, _ = comparison.load([folder])
 print(sorted(comparison.summarize(rows).variant))
-run = Stand(stage="single", shape=(1, 1, 64), epochs=3)
+run = Stand(stage="single", shape=Shape(1, 1, 64), epochs=3)
 print(AnswerText.command(Stand(rows=rows[rows.momentum > 0], on_cpu=False), run))
 """
 

@@ -19,58 +19,82 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from predictions import as_texts
 
 from trainkit import errors
-from trainkit.advice.advice import AS_GOOD, INTERVAL, RunSet, advise, choose
+from trainkit.advice.advice import AS_GOOD, BYTES_OF_A_GRADIENT, INTERVAL, advise, choose, predict_option
 from trainkit.advice.constraints import Constraints
+from trainkit.advice.run_set import RunSet
 from trainkit.advice.scaling import Scaling, Shape, fit
 from trainkit.compare.page import markdown
 from trainkit.config.command_line import Parser
 from trainkit.errors import UserError
 from trainkit.files import check_writable
 
-HERE = Path(__file__).resolve().parent
-SERIES = json.loads((HERE / "published.json").read_text())
-SCATTER, EPOCHS = 0.01, 4  # the first is a warm-up
-FASTER, DEARER = 1.3, 1.15
-SECONDS = 3_600  # of an epoch at the lowest speed
-DEADLINES = (1.1, 2, 4)  # times the seconds of the fastest published point
+BENCH = Path(__file__).resolve().parent
+SERIES = json.loads((BENCH / "published.json").read_text())
+# Relative, of the throughputs of the epochs.
+SCATTER = 0.01
+# The first is a warm-up.
+EPOCHS = 4
+# A point is clearly better if it is so many times as fast, for at most so many times the GPU-hours.
+TIMES_AS_FAST = 1.3
+TIMES_AS_DEAR = 1.15
+# Of an epoch at the lowest speed.
+EPOCH_SECONDS = 3_600
+# As many times the seconds of the fastest published point.
+DEADLINES = (1.1, 2, 4)
 APART = {series["name"] for series in SERIES[::3]}
+
+
+class Question(NamedTuple):
+    """A point of a series that is asked for, and the points that are shown."""
+
+    name: str
+    asked: dict
+    shown: list[dict]
 
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--out", type=Path, default=HERE / "out", help="for the tables (default: tools/bench/out)"
+        "--out", type=Path, default=BENCH / "out", help="for the tables (default: tools/bench/out)"
     )
     out = parser.parse_args().out
     check_writable(out, "the benchmark", "give another --out.")
     tables = {"choices": choices(), "predictions": predictions(), "calibration": calibration()}
     for name, table in tables.items():
         table.round(4).to_csv(out / f"published_{name}.csv", index=False)
-    print(tables.pop("choices").to_string(index=False))
-    for name, table in tables.items():
-        shown = as_texts(in_short(table) if name == "predictions" else by_sureness(table))
-        (out / f"{name}.md").write_text(markdown(shown) + "\n")
-        print(f"\n{name}\n{shown.to_string(index=False)}")
+    print(tables["choices"].to_string(index=False))
+    shown = {
+        "predictions": in_short(tables["predictions"]),
+        "calibration": by_sureness(tables["calibration"]),
+    }
+    for name, table in shown.items():
+        texts = as_texts(table)
+        (out / f"{name}.md").write_text(markdown(texts) + "\n")
+        print(f"\n{name}\n{texts.to_string(index=False)}")
 
 
 def as_runs(series: dict) -> pd.DataFrame:
     """Make runs that have the published throughputs, as `comparison.load` reads them."""
     random = np.random.default_rng(0)
     points = series["points"]
-    images = SECONDS * min(point["throughput"] for point in points)
+    images = EPOCH_SECONDS * min(point["throughput"] for point in points)
     rows = []
     for number, point in enumerate(points):
-        gpus, batch = point["gpus"], point["gpus"] * point["batch_per_gpu"]
-        steps, elapsed = max(int(images // batch), 1), 0.0
+        gpus = point["gpus"]
+        batch = gpus * point["batch_per_gpu"]
+        steps = max(int(images // batch), 1)
+        elapsed = 0.0
         for epoch in range(1, EPOCHS + 1):
-            speed = point["throughput"] * math.exp(random.normal(0, SCATTER))
-            elapsed += steps * batch / speed
+            throughput = point["throughput"] * math.exp(random.normal(0, SCATTER))
+            seconds = steps * batch / throughput
+            elapsed += seconds
             rows.append(
                 {
                     "run_id": str(number),
@@ -82,8 +106,8 @@ def as_runs(series: dict) -> pd.DataFrame:
                     "global_batch": batch,
                     "batch_per_device": point["batch_per_gpu"],
                     "images": steps * batch,
-                    "train_seconds": steps * batch / speed,
-                    "images_per_s": speed,
+                    "train_seconds": seconds,
+                    "images_per_s": throughput,
                     "eval_seconds": 0.0,
                     "elapsed_s": elapsed,
                     "test_accuracy": math.nan,
@@ -93,22 +117,26 @@ def as_runs(series: dict) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def choices(every: list[dict] = SERIES) -> pd.DataFrame:
+def choices(all_series: list[dict] = SERIES) -> pd.DataFrame:
     """Ask for a number of GPUs of every series, and look for a measured option that is clearly better."""
     rows = []
-    for series in every:
+    for series in all_series:
         answer = advise(as_runs(series), Constraints(epochs=EPOCHS))
-        best, points = answer.best, series["points"]
-        row = {"series": series["name"], "asked for": best.shape.devices if best else 0, "sure": answer.sure}
+        best = answer.best
+        row = {
+            "series": series["name"],
+            "asked for": best.shape.devices if best else 0,
+            "sure": answer.sure,
+        }
         if best:
-            speed = float(np.median(best.images_per_s))
-            better = [
-                point["throughput"] / speed
-                for point in points
-                if point["throughput"] >= FASTER * speed
-                and point["gpus"] / point["throughput"] <= DEARER * best.shape.devices / speed
-            ]
-            row["times as fast"] = max(better, default=1.0)
+            throughput = float(np.median(best.images_per_s))
+            gpu_seconds = best.shape.devices / throughput
+            row["times as fast"] = 1.0
+            for point in series["points"]:
+                times_as_fast = point["throughput"] / throughput
+                times_as_dear = point["gpus"] / point["throughput"] / gpu_seconds
+                if times_as_fast >= TIMES_AS_FAST and times_as_dear <= TIMES_AS_DEAR:
+                    row["times as fast"] = max(row["times as fast"], times_as_fast)
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -117,25 +145,30 @@ def predictions() -> pd.DataFrame:
     """Predict points of every series from some of its others."""
     rows = []
     for series in SERIES:
-        for question, asked, shown in questions(series["points"]):
-            numbers = tuple(map(series["points"].index, shown))
-            rows.append(
-                {"question": question, "series": series["name"]} | predict(series["name"], numbers, asked)
-            )
+        points = series["points"]
+        for question in questions(points):
+            row = {"question": question.name, "series": series["name"]}
+            rows.append(row | predict(series["name"], numbers_of(question.shown, points), question.asked))
     return pd.DataFrame(rows)
 
 
-def questions(points: list[dict]) -> Iterator[tuple[str, dict, list[dict]]]:
-    """Name each question with the point that is asked for and those that are shown."""
+def questions(points: list[dict]) -> Iterator[Question]:
+    """Ask for the points of a series."""
     counts = {point["gpus"] for point in points}
     for asked in points:
-        if asked["gpus"] == max(counts) and len(counts) > 2:
-            yield "the largest count", asked, [point for point in points if point["gpus"] < asked["gpus"]]
-        half = asked["gpus"] // 2
+        gpus = asked["gpus"]
+        if gpus == max(counts) and len(counts) > 2:
+            yield Question("the largest count", asked, [point for point in points if point["gpus"] < gpus])
+        half = gpus // 2
         if asked["nodes"] == 1 and half > 1 and half in counts:
-            yield "twice a count", asked, [point for point in points if point["gpus"] in (1, half)]
+            yield Question("twice a count", asked, [point for point in points if point["gpus"] in (1, half)])
         if asked["nodes"] == 4 and any(point["nodes"] == 2 for point in points):
-            yield "four nodes", asked, [point for point in points if point["nodes"] <= 2]
+            yield Question("four nodes", asked, [point for point in points if point["nodes"] <= 2])
+
+
+def numbers_of(shown: list[dict], points: list[dict]) -> tuple[int, ...]:
+    """Return the numbers of points in their series."""
+    return tuple(points.index(point) for point in shown)
 
 
 def predict(series: str, shown: tuple[int, ...], asked: dict) -> dict[str, object]:
@@ -147,8 +180,8 @@ def predict(series: str, shown: tuple[int, ...], asked: dict) -> dict[str, objec
         return {"predicted": False}
     if model.why_unknown(shape):
         return {"predicted": False}
-    speeds = shape.devices * shape.batch / model.step_seconds(shape)
-    low, middle, high = np.percentile(speeds, INTERVAL)
+    throughputs = shape.global_batch / model.step_seconds(shape)
+    low, middle, high = np.percentile(throughputs, INTERVAL)
     return {
         "predicted": True,
         "error": middle / asked["throughput"] - 1,
@@ -158,30 +191,41 @@ def predict(series: str, shown: tuple[int, ...], asked: dict) -> dict[str, objec
 
 
 def shape_of(point: dict) -> Shape:
-    return Shape(point["gpus"], point["nodes"], point["batch_per_gpu"])
+    return Shape(devices=point["gpus"], nodes=point["nodes"], batch=point["batch_per_gpu"])
+
+
+def runs_shown(runs: pd.DataFrame, shown: tuple[int, ...]) -> RunSet:
+    """Return the runs of these points, by their numbers."""
+    return RunSet(runs[runs.run_id.isin(map(str, shown))], epochs=EPOCHS)
 
 
 @cache
 def fit_to(name: str, shown: tuple[int, ...]) -> Scaling:
     """Fit the models to these points of a series; each question is asked of several."""
-    (series,) = (one for one in SERIES if one["name"] == name)
+    (series,) = (series for series in SERIES if series["name"] == name)
     runs = as_runs(series)
-    run_set = RunSet(runs[runs.run_id.isin(map(str, shown))], Constraints(epochs=EPOCHS))
-    return fit(run_set.measured("ddp"), [], 4 * int(runs.parameters.max()))
+    gradient_bytes = BYTES_OF_A_GRADIENT * int(runs.parameters.max())
+    return fit(runs_shown(runs, shown).measured("ddp"), [], gradient_bytes)
 
 
 def in_short(table: pd.DataFrame) -> pd.DataFrame:
     """Sum up each question: how many points were predicted, how well, and how many refused."""
-    apart = table[table.series.isin(APART)]
-    tables = {"all 19": table, "12 of them": table.drop(apart.index), "the 7 others": apart}
-    table = pd.concat([part.assign(series=name) for name, part in tables.items()])
+    is_apart = table.series.isin(APART)
+    groups = {"all 19": table, "12 of them": table[~is_apart], "the 7 others": table[is_apart]}
+    table = pd.concat([group.assign(series=name) for name, group in groups.items()])
     table = table.assign(error=table.error.abs(), held=table.held == 1, refused=~table.predicted)
-    known, by = table[table.predicted], ["question", "series"]
-    short = known.groupby(by, sort=False).agg(
-        points=("error", "size"), median_error=("error", "median"), held=("held", "mean"),
-        median_width=("width", "median"),
-    )  # fmt: skip
-    short["refused"] = table.groupby(by).refused.sum()
+    question_and_series = ["question", "series"]
+    short = (
+        table[table.predicted]
+        .groupby(question_and_series, sort=False)
+        .agg(
+            points=("error", "size"),
+            median_error=("error", "median"),
+            held=("held", "mean"),
+            median_width=("width", "median"),
+        )
+    )
+    short["refused"] = table.groupby(question_and_series).refused.sum()
     return short.rename(columns=lambda name: name.replace("_", " ")).reset_index()
 
 
@@ -192,37 +236,44 @@ def calibration() -> pd.DataFrame:
     """
     rows = []
     for series in SERIES:
-        points, runs = series["points"], as_runs(series)
-        truth = {shape_of(point): EPOCHS * runs.images.max() / point["throughput"] for point in points}
-        asked = {tuple(map(points.index, shown)) for _, _, shown in questions(points)}
-        for shown, times in product(sorted(asked), DEADLINES):
-            limit = times * min(truth.values())
-            constraints = Constraints(epochs=EPOCHS, deadline_s=limit, min_efficiency=0)
-            run_set = RunSet(runs[runs.run_id.isin(map(str, shown))], constraints)
+        points = series["points"]
+        runs = as_runs(series)
+        images = EPOCHS * runs.images.max()
+        true_seconds = {shape_of(point): images / point["throughput"] for point in points}
+        all_shown = {numbers_of(question.shown, points) for question in questions(points)}
+        for shown, factor in product(sorted(all_shown), DEADLINES):
+            deadline = factor * min(true_seconds.values())
+            constraints = Constraints(epochs=EPOCHS, deadline_s=deadline, min_efficiency=0)
             model = fit_to(series["name"], shown)
-            options = [run_set.option("ddp", shape, model) for shape in truth if not model.why_unknown(shape)]
-            best = choose(options, constraints)
-            if best.best:
-                hours = {
-                    o.shape: truth[o.shape] * o.shape.devices for o in options if truth[o.shape] <= limit
+            run_set = runs_shown(runs, shown)
+            options = [
+                predict_option(run_set, "ddp", shape, model)
+                for shape in true_seconds
+                if not model.why_unknown(shape)
+            ]
+            choice = choose(options, constraints)
+            if choice.best:
+                chosen = choice.best.shape
+                gpu_seconds = {
+                    option.shape: option.shape.devices * true_seconds[option.shape]
+                    for option in options
+                    if true_seconds[option.shape] <= deadline
                 }
-                taken = best.best.shape
-                right = truth[taken] <= (1 + AS_GOOD) * limit
-                right &= truth[taken] * taken.devices <= (1 + AS_GOOD) * min(hours.values(), default=math.inf)
-                rows.append({"series": series["name"], "sure": best.sure, "right": right})
+                least = min(gpu_seconds.values(), default=math.inf)
+                is_in_time = true_seconds[chosen] <= (1 + AS_GOOD) * deadline
+                is_cheap = chosen.devices * true_seconds[chosen] <= (1 + AS_GOOD) * least
+                rows.append({"series": series["name"], "sure": choice.sure, "right": is_in_time and is_cheap})
     return pd.DataFrame(rows)
 
 
 def by_sureness(table: pd.DataFrame) -> pd.DataFrame:
     """Count the choices that were so sure, and how many of them were right."""
-    ends = [0, 50, 70, 90, 100]
-    labels = [f"{low} to {high} of 100" for low, high in pairwise(ends)]
-    sure = pd.cut(100 * table.sure, [*ends[:-1], math.inf], labels=labels, right=False)
-    return (
-        table.groupby(sure, observed=True)
-        .agg(choices=("right", "size"), right=("right", "mean"))
-        .reset_index()
-    )
+    limits = [0, 50, 70, 90, 100]
+    labels = [f"{low} to {high} of 100" for low, high in pairwise(limits)]
+    # The last one includes 100.
+    sure = pd.cut(100 * table.sure, [*limits[:-1], math.inf], labels=labels, right=False)
+    by_label = table.groupby(sure, observed=True).agg(choices=("right", "size"), right=("right", "mean"))
+    return by_label.reset_index()
 
 
 if __name__ == "__main__":

@@ -1,44 +1,443 @@
-"""The answer to "how many GPUs?": on the terminal, as how_many_gpus.md, and a figure of cost against time."""
+"""The answer to "how many GPUs?" in words: on the terminal, as how_many_gpus.md, and a figure of its cost."""
 
+import math
+import shlex
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from trainkit.advice.advice import Option, interval
-from trainkit.advice.answer import LEGEND, AnswerText, answer_for, number
+from trainkit.advice.advice import (
+    AS_GOOD,
+    SURE,
+    Answer,
+    NextRun,
+    Option,
+    advise,
+    interval,
+    read_all_reduces,
+)
 from trainkit.advice.constraints import Constraints
-from trainkit.compare import comparison, figures, page
-from trainkit.compare.report import report as comparison_report
+from trainkit.advice.run_set import sets
+from trainkit.advice.scaling import Scaling
+from trainkit.compare import comparison, doubts, page
 from trainkit.errors import UserError, tell
+from trainkit.record.columns import (
+    COLUMNS,
+    DDP,
+    OWN_LOOP,
+    OWN_OPTIMIZER,
+    SINGLE,
+    STAGE_FOLDERS,
+    UNKNOWN,
+    Role,
+    lr_factor,
+)
 
-TRUST, NEXT_RUNS = "How far may I trust this?", "To know better"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# The factor between the medians of equal runs beyond which something changed between them.
+MOST_FACTOR_OF_EQUAL_RUNS = 1.5
+# The relative error of the best model on held-out runs beyond which it explains nothing.
+MOST_ERROR = 0.3
+LEGEND = (
+    "In brackets: the 90 % interval. eff. %: speedup over one device with the same global batch (or as a "
+    "note says), divided by the devices. minutes: from the start of the process, with its evaluations. pays "
+    "from: images per epoch from which a run, with its start, finishes before a run on one device; 0: at "
+    "any size."
+)
+HOW_FAR_TO_TRUST = "How far may I trust this?"
+TO_KNOW_BETTER = "To know better"
+NOT_REACHED = "not reached"
 
 
-def report(words: AnswerText, constraints: Constraints, out: Path, notes: list[str]) -> None:
+class FoundAnswer(NamedTuple):
+    """The answer for the runs of some files, and a sentence for each thing left out."""
+
+    text: "AnswerText"
+    skipped: list[str]
+
+
+def answer_for(paths: list[Path], constraints: Constraints, set_number: int | None = None) -> FoundAnswer:
+    """Answer for the runs in these files and folders.
+
+    Raises:
+        UserError: if there are none, if they belong to several sets and `set_number` chooses none, or if they
+            support no answer.
+    """
+    rows, skipped = comparison.load_some(paths)
+    rows = _choose_set(rows, set_number)
+    all_reduces, not_read = read_all_reduces(paths, rows)
+    answer = checked(advise(rows, constraints, all_reduces))
+    return FoundAnswer(AnswerText(answer, rows, constraints.price), skipped + not_read)
+
+
+def _choose_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
+    """Return the set that was chosen, counted from 1, or the only one."""
+    found = sets(rows)
+    if number is None and len(found) == 1:
+        return found[0].rows
+    if number and number <= len(found):
+        return found[number - 1].rows
+    if len(found) == 1:
+        raise UserError("these runs are of one set: leave out --set.")
+    clauses = [f"{i}: {name} ({runs.run_id.nunique()} runs)" for i, (name, runs) in enumerate(found, start=1)]
+    raise UserError(
+        f"these runs are of {len(found)} sets that cannot be fitted together: {'; '.join(clauses)}. Choose "
+        "one with --set N."
+    )
+
+
+# --- answers that cannot be right -------------------------------------------------------------------
+
+
+class _Objection(NamedTuple):
+    """Why runs cannot be right, and the number of devices of those in doubt; None for any."""
+
+    why: str
+    devices: int | None = None
+
+
+def checked(answer: Answer) -> Answer:
+    """Return the answer, without a recommendation if the runs cannot be right or no model explains them."""
+    model = _model_of(answer)
+    objection = (
+        _equal_runs_differ(model) or _all_efficiencies_are_too_high(answer) or _model_explains_nothing(model)
+    )
+    if not objection:
+        return answer
+    in_doubt = [
+        option
+        for option in answer.options
+        if option.runs
+        and np.isfinite(np.median(option.seconds))
+        and objection.devices in (None, option.shape.devices)
+    ]
+    cheapest = sorted(in_doubt, key=lambda option: option.next_hours)[:1]
+    return replace(
+        answer,
+        best=None,
+        why=f"{objection.why}: measure again",
+        sure=0.0,
+        next_runs=[option.next_run("whether the machine was quiet") for option in cheapest],
+    )
+
+
+def _equal_runs_differ(model: Scaling) -> _Objection | None:
+    factor_of = {}
+    for shape, runs in model.measured.items():
+        medians = [np.median(run) for run in runs]
+        factor_of[shape] = max(medians) / min(medians)
+    shape = max(factor_of, key=lambda shape: (factor_of[shape], shape))
+    if factor_of[shape] <= MOST_FACTOR_OF_EQUAL_RUNS:
+        return None
+    return _Objection(
+        f"equal runs on {shape.devices} device(s), {shape.batch} images on each, differ by a factor of "
+        f"{factor_of[shape]:.1f}, as before and after a repair (give only the files that are still valid)",
+        devices=shape.devices,
+    )
+
+
+def _all_efficiencies_are_too_high(answer: Answer) -> _Objection | None:
+    medians = [
+        np.median(option.efficiency)
+        for option in answer.options
+        if option.shape.devices > 1 and option.runs and np.isfinite(option.efficiency).all()
+    ]
+    if not medians or min(medians) <= doubts.MOST_EFFICIENCY:
+        return None
+    return _Objection(
+        "all efficiencies are above 100 %, so the runs on one device must have been disturbed", devices=1
+    )
+
+
+def _model_explains_nothing(model: Scaling) -> _Objection | None:
+    error = model.errors[model.model]
+    # It is not if the error is NaN.
+    if not error > MOST_ERROR:
+        return None
+    return _Objection(
+        f"no model explains these runs: the best, {model.model}, is off by {100 * error:.0f} % on runs that "
+        "were left out of its fit"
+    )
+
+
+def _model_of(answer: Answer) -> Scaling:
+    """Return the models of the recommended training, or of the first one without a recommendation."""
+    if answer.best and answer.best.stage in answer.models:
+        return answer.models[answer.best.stage]
+    return next(iter(answer.models.values()))
+
+
+# --- the answer in words ----------------------------------------------------------------------------
+
+
+class UsefulRun(NamedTuple):
+    """A run that would help: its use and cost in words, and the command that starts it."""
+
+    use: str
+    command: str
+
+
+class AnswerText:
+    """An `advice.Answer` in words, in the units of its devices.
+
+    Args:
+        rows: of the chosen set.
+        price: of a device-hour; without it no cost is given.
+    """
+
+    def __init__(self, answer: Answer, rows: pd.DataFrame, price: float | None = None) -> None:
+        self.answer = answer
+        self.rows = rows
+        self.price = price
+        self.on_cpu = comparison.is_cpu(rows.device_name.iloc[0])
+        self.unit = "CPU worker" if self.on_cpu else "GPU"
+        self.hours = "worker-hours" if self.on_cpu else "GPU-hours"
+        self.why = answer.why.replace("GPU-hours", self.hours)
+
+    def layout(self, option: Option) -> str:
+        """Name the devices and the stage of an option, as `2 GPUs on 1 node, DDP`."""
+        devices = _counted(option.shape.devices, self.unit)
+        nodes = _counted(option.shape.nodes, "node")
+        return f"{devices} on {nodes}, {comparison.stage_name(option.stage)}"
+
+    def choice(self, option: Option) -> str:
+        """Name the option, as `2 GPUs on 1 node, DDP, batch 256`."""
+        return f"{self.layout(option)}, batch {option.global_batch}"
+
+    def answered(self) -> str:
+        """Return the recommendation and how sure it is, or that there is none, and the reason."""
+        best = self.answer.best
+        goal = self.answer.goal
+        if best is None:
+            return f"No recommendation for {goal}: {self.why}."
+        numbers = (
+            f"{text(best.images_per_s)} images/s, {text(best.seconds / 60)} min and {text(best.hours)} "
+            f"{self.hours}"
+        )
+        if self.price:
+            numbers += f", which cost {text(self.price * best.hours)},"
+        purpose = f"to {goal}" if "accuracy" in goal else f"for {goal}"
+        if not best.runs:
+            certainty = "It was never run, and the models may not hold there"
+        elif self.answer.sure >= SURE:
+            certainty = "Sure"
+        else:
+            certainty = "Not sure"
+        # Nothing is certain.
+        cases = min(round(100 * self.answer.sure), 99)
+        return (
+            f"Ask for {self.choice(best)}: {numbers} {purpose} ({best.basis}). It is {self.why}. "
+            f"{certainty}: if the measurements are varied as much as they scatter, it is the best choice, or "
+            f"within {100 * AS_GOOD:.0f} % of it, in {cases} of 100 cases."
+        )
+
+    def options(self) -> list[Option]:
+        """Return all options, from few devices to many."""
+        return sorted(self.answer.options, key=lambda option: (*_layout_of(option), option.global_batch))
+
+    def best_options(self) -> list[Option]:
+        """Return the fastest option for each device count, and all with the batch of the best one."""
+        options = self.options()
+        best = self.answer.best
+        fastest: dict[tuple, Option] = {}
+        for option in sorted(options, key=lambda option: np.median(option.seconds)):
+            fastest.setdefault(_layout_of(option), option)
+        shown = []
+        for option in options:
+            is_fastest = option is fastest[_layout_of(option)]
+            has_best_batch = best is not None and option.global_batch == best.global_batch
+            if is_fastest or has_best_batch:
+                shown.append(option)
+        return shown
+
+    def table(self, options: list[Option]) -> tuple[pd.DataFrame, list[str]]:
+        """Return the options as texts, a row each, and the meanings of the marks in the column `note`."""
+        notes: dict[str, str] = {}
+        rows = []
+        for option in options:
+            row = {
+                "stage": comparison.stage_name(option.stage),
+                "devices": str(option.shape.devices),
+                "nodes": str(option.shape.nodes),
+                "batch": str(option.global_batch),
+                "images/s": text(option.images_per_s),
+                "eff. %": text(100 * option.efficiency),
+                "minutes": text(option.seconds / 60, infinite=NOT_REACHED),
+                self.hours: text(option.hours, infinite=NOT_REACHED),
+            }
+            if self.price:
+                row["cost"] = text(self.price * option.hours, infinite=NOT_REACHED)
+            row["pays from"] = text(option.break_even) if option.shape.devices > 1 else "-"
+            row["note"] = _note(option, notes)
+            rows.append(row)
+        table = pd.DataFrame(rows)
+        if (table.nodes == "1").all():
+            table = table.drop(columns="nodes")
+        return table, [f"{mark} {note}." for note, mark in notes.items()]
+
+    def trust(self) -> list[str]:
+        """Say how far to trust the answer: the model and its error, the intervals, doubtful measurements."""
+        model = _model_of(self.answer)
+        error = model.errors[model.model]
+        if math.isnan(error):
+            tested = "there are too few runs to leave some out of its fit and test it on them"
+        else:
+            tested = f"on runs left out of its fit, it is off by {100 * error:.1f} % (root mean square)"
+        sentences = [
+            f"What was not measured is predicted by the model {model.model} (results/README.md says what it "
+            f"assumes); {tested}.",
+            "An interval should contain the truth in 9 of 10 cases, on this machine as it was then: it does "
+            "not cover another network, busy neighbours or another version of the program.",
+        ]
+        doubtful = doubts.sentence(comparison.compare(comparison.summarize(self.rows)))
+        if doubtful:
+            sentences.append(doubtful)
+        return sentences
+
+    def unknown(self) -> list[str]:
+        """List what is not predicted, and why."""
+        return [f"Not predicted, {clause}." for clause in self.answer.unknown]
+
+    def next_runs(self) -> list[UsefulRun]:
+        """Return the runs that would help, cheapest first."""
+        best = self.answer.best
+        runs = self.answer.next_runs
+        if best and not best.runs and not runs:
+            runs = [best.next_run("whether the prediction holds")]
+        is_tutorial = self.rows.stage.isin(comparison.TUTORIAL_STAGES).any()
+        with_what = "" if is_tutorial else " (with your script and its own options)"
+        useful = []
+        for run in runs:
+            use = f"{run.shows}, for {number(run.hours)} {self.hours} at most{with_what}"
+            useful.append(UsefulRun(use, self.command(run)))
+        return useful
+
+    def command(self, run: NextRun) -> str:
+        """Return the command that starts the run from the top folder, with the settings of the set."""
+        row = self.rows.iloc[0]
+        words: list[object] = []
+        if self.on_cpu:
+            words.append(f"OMP_NUM_THREADS={row.threads_per_worker}")
+        words += ["python", f"{STAGE_FOLDERS.get(run.stage, STAGE_FOLDERS[DDP])}/submit.py"]
+        layout: list[object] = []
+        if run.stage != SINGLE:
+            layout += ["--gpus", run.shape.devices]
+        if run.shape.nodes > 1:
+            layout += ["--nodes", run.shape.nodes]
+        if row.recipe == OWN_LOOP:
+            # Its other options are not ours.
+            return _shell_line([*words, *layout, "--plain", "YOUR_SCRIPT.py"])
+        if run.stage not in comparison.TUTORIAL_STAGES:
+            words += ["--script", "YOUR_SCRIPT.py"]
+        words += layout
+        batch = run.shape.global_batch
+        words += ["--batch-size", batch, "--epochs", run.epochs, "--train-size", self.rows.images.max()]
+        seeds = self.rows.seed[self.rows.global_batch == batch]
+        if len(seeds):
+            # With an earlier run's seed it would learn the same again.
+            words += ["--seed", seeds.max() + 1]
+        words += _setting_options(row)
+        if self.on_cpu:
+            words.append("--no-cuda")
+        return _shell_line(words)
+
+
+def _setting_options(row: pd.Series) -> list[object]:
+    """Return the options of a stage that give a run the settings of this row, without its sizes."""
+    values = row.to_dict()
+    if row.dataset != "synthetic":
+        # The data of a script of one's own is no word of that option.
+        values["dataset"] = COLUMNS["dataset"].default
+    if row.recipe == OWN_OPTIMIZER:
+        # The script makes it itself.
+        values["recipe"] = COLUMNS["recipe"].default
+    if row.lr != UNKNOWN:
+        # The option is for the rate before the rule by which it grows with the batch.
+        values["lr"] = f"{float(row.lr) / lr_factor(row.lr_scale, row.global_batch):.4g}"
+    options: list[object] = []
+    for name in comparison.MUST_BE_EQUAL:
+        column = COLUMNS[name]
+        value = values[name]
+        if not column.option or column.role == Role.SIZE or value in (column.default, UNKNOWN):
+            continue
+        options.append(column.option)
+        is_flag = column.default is False
+        if not is_flag:
+            options.append(value)
+    return options
+
+
+def _shell_line(words: list[object]) -> str:
+    return shlex.join(map(str, words))
+
+
+def _counted(count: int, unit: str) -> str:
+    """Return `1 node` or `2 nodes`."""
+    return f"{count} {unit}" if count == 1 else f"{count} {unit}s"
+
+
+def _layout_of(option: Option) -> tuple[int, int, str]:
+    return option.shape.devices, option.shape.nodes, option.stage
+
+
+def _note(option: Option, notes: dict[str, str]) -> str:
+    """Return `measured` or `predicted`, with a mark that refers to a note; `notes` has the mark of each."""
+    known = "measured" if option.runs else "predicted"
+    clauses = [option.basis.removeprefix(known).lstrip(":, ")]
+    if option.efficiency_at == "batch per device" and option.shape.devices > 1:
+        clauses.append("eff. % against one device with the same batch per device")
+    note = "; ".join(filter(None, clauses))
+    if not note:
+        return known
+    mark = notes.setdefault(note, f"[{len(notes) + 1}]")
+    return f"{known} {mark}"
+
+
+def number(value: float, infinite: str = "never") -> str:
+    """Format a number with three digits; a dash if it is unknown."""
+    if math.isnan(value):
+        return "-"
+    if math.isinf(value):
+        return infinite
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.10g}"
+
+
+def text(draws: np.ndarray, infinite: str = "never") -> str:
+    """Format the middle, and the interval in brackets if it has a width."""
+    if np.isnan(draws).all():
+        return "-"
+    low, middle, high = (number(value, infinite) for value in interval(draws))
+    return middle if low == high else f"{middle} ({low}..{high})"
+
+
+# --- on the terminal, as a page, as a figure --------------------------------------------------------
+
+
+def report(answer: AnswerText, constraints: Constraints, out: Path, skipped: list[str]) -> None:
     """Print the answer and write it to `out`.
 
     Raises:
         UserError: if `out` cannot be written to.
     """
-    if words.on_cpu:
-        notes = [f"{words.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.", *notes]
-    few, marks = words.table(words.best_options())
-    tell(f"{page.wrapped(words.answered())}\n\n{page.plain(_on_two_lines(few))}\n")
-    tell("\n".join(map(page.wrapped, [LEGEND, *marks, *words.unknown(), *notes])) + "\n")
-    tell(page.wrapped(f"{TRUST} {' '.join(words.trust())}") + "\n")
-    if runs := words.next_runs():
-        runs = [f"{page.wrapped(use)}:\n    {command}" for use, command in runs]
-        tell(f"{NEXT_RUNS}, the cheapest run first:\n" + "\n".join(runs))
-        tell("Then ask again, and also give results/runs, the folder that it writes to.\n")
+    # It loads matplotlib, which takes a second: an answer for a program has no figure.
+    from trainkit.compare import figures
+
+    notes = [f"Skipped: {sentence}" for sentence in skipped]
+    if answer.on_cpu:
+        notes.insert(0, f"{answer.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.")
+    _print(answer, notes)
     with page.writing_to(out):
-        written = figures.save({"how_many_cost.png": _cost(words, constraints)}, out, dpi=120)
-        page.write(out / "how_many_gpus.md", f"How many {words.units}?", _blocks(words, notes), written)
+        written = figures.save({"how_many_cost.png": _cost_figure(answer, constraints)}, out, dpi=120)
+        page.write(out / "how_many_gpus.md", f"How many {answer.unit}s?", _blocks(answer, notes), written)
     tell(f"Written to {out}: {', '.join(['how_many_gpus.md', *written])}")
 
 
@@ -47,82 +446,140 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
 
     Return the exit code, which is that of the comparison. If the runs support no answer, print why.
     """
+    from trainkit.compare.report import report as report_comparison
+
     code = 0
     try:
-        tell(comparison_report(paths, out, constraints and constraints.target))
+        tell(report_comparison(paths, out, constraints.target if constraints else None))
     except UserError as error:
         code = 1
         tell(f"error: {error}", sys.stderr)
     if constraints:
         tell("")
         try:
-            words, skipped = answer_for(paths, constraints)
-            report(words, constraints, out, [f"Skipped: {sentence}" for sentence in skipped])
+            answer, skipped = answer_for(paths, constraints)
+            report(answer, constraints, out, skipped)
         except UserError as error:
             tell(str(error))
     return code
 
 
-def _blocks(words: AnswerText, notes: list[str]) -> list[str]:
-    table, marks = words.table(words.options())
-    made = [words.answered(), page.markdown(table)]
-    made.append(page.bullets([LEGEND, *marks, *words.unknown(), *notes]))
-    made += [f"## {TRUST}", " ".join(words.trust())]
-    if runs := words.next_runs():
-        made.append(f"## {NEXT_RUNS}")
-    for use, command in runs:
-        made += [f"{use}:", f"```\n{command}\n```"]
-    return made
+def _print(answer: AnswerText, notes: list[str]) -> None:
+    table, marks = answer.table(answer.best_options())
+    tell(f"{page.wrapped(answer.answered())}\n\n{page.plain(_on_two_lines(table))}\n")
+    sentences = [LEGEND, *marks, *answer.unknown(), *notes]
+    tell("\n".join(map(page.wrapped, sentences)) + "\n")
+    tell(page.wrapped(f"{HOW_FAR_TO_TRUST} {' '.join(answer.trust())}") + "\n")
+    runs = answer.next_runs()
+    if runs:
+        tell(f"{TO_KNOW_BETTER}, the cheapest run first:")
+        for run in runs:
+            tell(f"{page.wrapped(run.use)}:\n    {run.command}")
+        tell("Then ask again, and also give results/runs, the folder that it writes to.\n")
 
 
 def _on_two_lines(table: pd.DataFrame) -> pd.DataFrame:
     """Put the intervals below the numbers, for a terminal."""
-    middle = table.replace(r" \(.*", "", regex=True).assign(stage=table.stage, note=table.note)
-    interval = table.replace(r"^[^(]*\(?|\)$", "", regex=True).assign(stage="", note="")
-    return pd.concat([middle, interval]).sort_index(kind="stable")
+    numbers = table.replace(r" \(.*", "", regex=True).assign(stage=table.stage, note=table.note)
+    intervals = table.replace(r"^[^(]*\(?|\)$", "", regex=True).assign(stage="", note="")
+    return pd.concat([numbers, intervals]).sort_index(kind="stable")
 
 
-def _cost(words: AnswerText, constraints: Constraints) -> Figure | None:
+def _blocks(answer: AnswerText, notes: list[str]) -> list[str]:
+    """Return the blocks of the page in Markdown."""
+    table, marks = answer.table(answer.options())
+    blocks = [
+        answer.answered(),
+        page.markdown(table),
+        page.bullets([LEGEND, *marks, *answer.unknown(), *notes]),
+        f"## {HOW_FAR_TO_TRUST}",
+        " ".join(answer.trust()),
+    ]
+    runs = answer.next_runs()
+    if runs:
+        blocks.append(f"## {TO_KNOW_BETTER}")
+    for run in runs:
+        blocks += [f"{run.use}:", f"```\n{run.command}\n```"]
+    return blocks
+
+
+def _cost_figure(answer: AnswerText, constraints: Constraints) -> "Figure | None":
     """Draw device-hours against minutes for each option that reaches the goal in nearly all cases."""
-    layouts: dict[str, list[Option]] = {}
-    for option in words.options():
+    from trainkit.compare import figures
+
+    options_of_layout: dict[str, list[Option]] = {}
+    for option in answer.options():
         if np.isfinite(interval(option.seconds)).all():
-            layouts.setdefault(words.choice(option).rpartition(",")[0], []).append(option)
-    if not layouts:
+            options_of_layout.setdefault(answer.layout(option), []).append(option)
+    if not options_of_layout:
         return None
-    best, message = words.answer.best, "No choice keeps to what was asked for"
-    if best:
-        minutes, hours = (number(interval(draws)[1]) for draws in (best.seconds / 60, best.hours))
-        message = f"{words.choice(best)}: {minutes} min, {hours} {words.hours}"
-    row = words.rows.iloc[0]
-    figure = plt.figure(figsize=(8, 4.5), layout="constrained")
-    about = f"{row.device_name}; {comparison.with_model(row.dataset, row.model)}"
-    figure.suptitle("\n".join([textwrap.fill(message, 85), textwrap.fill(about, 85)]), fontsize=10)
+    figure = figures.plt.figure(figsize=(8, 4.5), layout="constrained")
+    figure.suptitle(_title(answer), fontsize=10)
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
-    for i, (name, group) in enumerate(layouts.items()):
-        _plot_options(axes, i, name, group)
+    for i, (layout, options) in enumerate(options_of_layout.items()):
+        _plot_options(axes, options, layout, figures.line_look(i))
+    best = answer.answer.best
     if best:
-        ring = {"marker": "o", "markersize": 15, "fillstyle": "none", "linestyle": ""}
-        here = interval(best.seconds / 60)[1], interval(best.hours)[1]
-        axes.plot(*here, color="black", label="recommended", **ring)
+        axes.plot(
+            interval(best.seconds / 60).middle,
+            interval(best.hours).middle,
+            color="black",
+            label="recommended",
+            marker="o",
+            markersize=15,
+            fillstyle="none",
+            linestyle="",
+        )
     if constraints.deadline_s:
         axes.axvline(constraints.deadline_s / 60, linestyle="--", label="deadline", **figures.THIN)
     if constraints.budget_hours:
         axes.axhline(constraints.budget_hours, linestyle=":", label="budget", **figures.THIN)
-    axes.set(xlabel=f"minutes ({words.answer.goal})", ylabel=words.hours, xlim=(0, None), ylim=(0, None))
+    axes.set(xlabel=f"minutes ({answer.answer.goal})", ylabel=answer.hours, xlim=(0, None), ylim=(0, None))
     axes.legend(fontsize=8, title="filled: measured, empty: predicted", title_fontsize=8)
     return figure
 
 
-def _plot_options(axes: Axes, group: int, name: str, options: list[Option]) -> None:
-    """Draw a group of options: their medians, with the 90 % intervals both ways."""
-    look = figures.line_look(group) | {"linestyle": ""}
-    across = np.array([interval(option.seconds / 60) for option in options])
-    up = np.array([interval(option.hours) for option in options])
-    axes.plot(across[:, 1], up[:, 1], label=name, **look)
-    errors = [np.abs(ends[:, [0, 2]] - ends[:, [1]]).T for ends in (up, across)]
-    axes.errorbar(across[:, 1], up[:, 1], *errors, linestyle="", color=look["color"], elinewidth=0.6)
-    predicted = [k for k, option in enumerate(options) if not option.runs]
-    white = {"markerfacecolor": "white", "markeredgecolor": look["color"], "linestyle": "", "zorder": 3}
-    axes.plot(across[predicted, 1], up[predicted, 1], marker=look["marker"], **white)
+def _title(answer: AnswerText) -> str:
+    best = answer.answer.best
+    message = "No choice keeps to what was asked for"
+    if best:
+        minutes = number(interval(best.seconds / 60).middle)
+        hours = number(interval(best.hours).middle)
+        message = f"{answer.choice(best)}: {minutes} min, {hours} {answer.hours}"
+    row = answer.rows.iloc[0]
+    about = f"{row.device_name}; {comparison.with_model(row.dataset, row.model)}"
+    return "\n".join([textwrap.fill(message, 85), textwrap.fill(about, 85)])
+
+
+def _plot_options(axes: "Axes", options: list[Option], label: str, line_look: dict[str, object]) -> None:
+    """Draw options of one layout: their medians, with the 90 % intervals both ways."""
+    colour = line_look["color"]
+    # (options, 3): the lower end, the middle and the upper end.
+    minutes = np.array([interval(option.seconds / 60) for option in options])
+    hours = np.array([interval(option.hours) for option in options])
+    axes.plot(minutes[:, 1], hours[:, 1], label=label, **line_look | {"linestyle": ""})
+    axes.errorbar(
+        minutes[:, 1],
+        hours[:, 1],
+        xerr=_distances_from_middle(minutes),
+        yerr=_distances_from_middle(hours),
+        linestyle="",
+        color=colour,
+        elinewidth=0.6,
+    )
+    is_predicted = [not option.runs for option in options]
+    axes.plot(
+        minutes[is_predicted, 1],
+        hours[is_predicted, 1],
+        marker=line_look["marker"],
+        markerfacecolor="white",
+        markeredgecolor=colour,
+        linestyle="",
+        zorder=3,
+    )
+
+
+def _distances_from_middle(intervals: np.ndarray) -> np.ndarray:
+    """Return the distances to the lower and the upper ends, (2, options), as matplotlib wants them."""
+    return np.abs(intervals[:, [0, 2]] - intervals[:, [1]]).T

@@ -2,7 +2,7 @@
 
 import math
 
-from trainkit.advice import advice
+from trainkit.advice import advice, run_set
 from trainkit.compare import comparison
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
@@ -141,7 +141,7 @@ def check_most(answers: Answers, batch: int, one: float, two: float, serial: flo
 def asked(mine: Workspace) -> tuple[float, float, float]:
     """Ask how_many_gpus.py for four devices at batch 128: low, middle and high."""
     rows, _ = comparison.load([mine.folder / "runs"])
-    for _, of_a_set in advice.sets(rows):
+    for _, of_a_set in run_set.sets(rows):
         for option in advice.advise(of_a_set, ASKED).options:
             if (option.stage, option.shape.devices, option.global_batch) == ("ddp", 4, 128):
                 return advice.interval(option.images_per_s)
