@@ -15,20 +15,26 @@ RESULTS = Path(__file__).resolve().parent
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "paths", nargs="*", type=given_path, default=[RESULTS / "runs"],
+        "paths",
+        nargs="*",
+        type=given_path,
+        default=[RESULTS / "runs"],
         help="CSV files of runs, or folders that hold some (default: results/runs)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--out", type=given_path, default=RESULTS, help="folder to write to (default: results)"
     )
     parser.add_argument(
-        "--target", type=above_0(100), metavar="PERCENT",
+        "--target",
+        type=above_0(100),
+        metavar="PERCENT",
         help="also show how long each took to reach this test accuracy, such as 98",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--each", action="store_true",
+        "--each",
+        action="store_true",
         help="compare the runs of each folder separately, in one table: yours and ours, or those of a class",
-    )  # fmt: skip
+    )
     args = parser.parse_args()
     if args.each:
         tell(report_each(args.paths, args.out, args.target))

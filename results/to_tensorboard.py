@@ -6,14 +6,19 @@
 No network is needed. Each call writes all runs anew.
 """
 
-import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from trainkit.compare import comparison
 from trainkit.config.command_line import Parser, given_path
 from trainkit.errors import UserError, run, tell
 from trainkit.files import check_writable, explained
 from trainkit.record import records
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 RESULTS = Path(__file__).resolve().parent
 NUMBERS = ("train_loss", "test_loss", "test_accuracy", "images_per_s", "learning_rate", "peak_memory_mb")
@@ -29,30 +34,36 @@ def main() -> None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        if "failed to map segment" in str(error):  # it is there, and the memory is not
-            raise
         raise UserError(
             f"TensorBoard is not installed here ({error}): pip install -e '.[tensorboard]' in the top folder."
         ) from None
-    threading.excepthook = lambda _: None  # on a full disk TensorBoard's thread fails, and then its caller
-    table, skipped = comparison.load_some(args.paths)
-    for run_id, rows in table.groupby("run_id"):
+    rows, skipped = comparison.load_some(args.paths)
+    for run_id, rows_of_run in rows.groupby("run_id"):
         folder = args.out / run_id
-        check_writable(folder, "the run", "give another --out.")  # TensorBoard's own error is a traceback
+        # TensorBoard's own error is a traceback.
+        check_writable(folder, "the run", "give another --out.")
         with explained(f"{folder} cannot be written", "give another --out."):
-            for before in folder.glob("events.out.tfevents.*"):  # TensorBoard would show both
-                before.unlink()
+            for file_of_earlier_call in folder.glob("events.out.tfevents.*"):
+                # TensorBoard would show both.
+                file_of_earlier_call.unlink()
             with SummaryWriter(folder) as writer:
-                for row in rows.itertuples():
-                    for name in NUMBERS:
-                        if (value := getattr(row, name)) == value:
-                            writer.add_scalar(name, value, row.epoch)
-                for file, of_a_start in rows.groupby("file"):
-                    for row in _metrics(Path(file), {*of_a_start.epoch}):
-                        name = f"{row['metric']}/{row['of']}".rstrip("/")
-                        writer.add_scalar(name, row["value"], row["epoch"])
-    written = f"{table.run_id.nunique()} runs in {args.out}: tensorboard --logdir {args.out}"
+                _write(rows_of_run, writer)
+    written = f"{rows.run_id.nunique()} runs in {args.out}: tensorboard --logdir {args.out}"
     tell("\n".join([*skipped, written]))
+
+
+def _write(rows: pd.DataFrame, writer: "SummaryWriter") -> None:
+    """Write the epochs of a run, and its own metrics."""
+    for row in rows.itertuples():
+        for name in NUMBERS:
+            value = getattr(row, name)
+            if not pd.isna(value):
+                writer.add_scalar(name, value, row.epoch)
+    # Each start has a file of its own. Of its epochs, those count that no later start has made again.
+    for file, rows_of_start in rows.groupby("file"):
+        for metric in _metrics(Path(file), set(rows_of_start.epoch)):
+            name = f"{metric['metric']}/{metric['of']}".rstrip("/")
+            writer.add_scalar(name, metric["value"], metric["epoch"])
 
 
 def _metrics(file: Path, epochs: set[int]) -> list[records.Row]:
