@@ -324,7 +324,7 @@ def test_processes_that_a_script_starts_itself(machine: Machine) -> None:
         machine.now += 1
         return job.sample()[1]
 
-    found = [sample(second) for second in range(processes.IMPORTS_SECONDS + 1)]
+    found = [sample(second) for second in range(processes.IMPORT_SECONDS + 1)]
     rank = found[-1]
     assert {row["others"] for row in found[1:-1]} == {0}
     assert (rank["cores"], rank["loaders"], rank["loader_cores"]) == (0, 0, 0)
@@ -415,16 +415,17 @@ def test_files_in_memory_count_where_there_is_no_cgroup() -> None:
     """Unless a process has them in its memory. Others may write such files meanwhile."""
     size, some = 400_000_000, 150_000_000
     job = memory.JobMemory()
-    assert job.of_no_process([]) == pytest.approx(0, abs=some)
+    assert job.bytes_of_no_process([]) == pytest.approx(0, abs=some)
     with tempfile.NamedTemporaryFile(dir=memory.SHARED_FILES) as file:
         file.truncate(size)
         with mmap.mmap(file.fileno(), size) as mapped:
             for page in range(0, size, mmap.PAGESIZE):
                 mapped[page] = 1
-            mine = processes.Process(os.getpid(), in_shared_files=memory.shares(os.getpid()).in_shared_files)
-            assert mine.in_shared_files == pytest.approx(size, abs=some)
-            assert job.of_no_process([mine]) == pytest.approx(0, abs=some)
-        assert job.of_no_process([]) == pytest.approx(size, abs=some)
+            shares = memory.shares(os.getpid())
+            mine = processes.Process(os.getpid(), shared_file_bytes=shares.shared_file_bytes)
+            assert mine.shared_file_bytes == pytest.approx(size, abs=some)
+            assert job.bytes_of_no_process([mine]) == pytest.approx(0, abs=some)
+        assert job.bytes_of_no_process([]) == pytest.approx(size, abs=some)
 
 
 def test_the_largest_checkpoint(machine: Machine) -> None:
@@ -533,7 +534,7 @@ GIVEN = {"SLURM_JOB_ID": "1", "CUDA_VISIBLE_DEVICES": None}  # by Slurm, which s
 CELLS = {name for name, kinds in samples.COLUMNS.items() if samples.GPU in kinds} - {"time"}
 # In a container NVML may tell other numbers of processes, or none at all.
 HERE = Path("/proc/self/ns/pid").readlink()
-NOBODY = "-" if Path(gpus.OF_THE_HOST) == HERE else "?"
+NOBODY = "-" if Path(gpus.PROCESSES_OF_THE_HOST) == HERE else "?"
 
 
 @pytest.fixture
@@ -554,7 +555,7 @@ def sample(told: list[str], monkeypatch: pytest.MonkeyPatch) -> Sample:
         **script: object,
     ) -> list[Row]:
         monkeypatch.setitem(sys.modules, "pynvml", fake_nvml.Nvml(**script))
-        monkeypatch.setattr(gpus, "OF_THE_HOST", HERE if readable else "another")
+        monkeypatch.setattr(gpus, "PROCESSES_OF_THE_HOST", HERE if readable else "another")
         for name, value in (GIVEN | (env or {})).items():
             monkeypatch.delenv(name, raising=False)
             if value is not None:

@@ -140,7 +140,7 @@ class Handle:
         return "\n".join(lines)
 
     def verdict(self) -> list[str]:
-        """Return what the job's sampler wrote at its end (trainkit.monitor.cli), if there was one."""
+        """Return what the job's sampler wrote at its end (slurm/monitor.py), if there was one."""
         return job_folder.read(self.folder / samples.FOLDER / samples.TOLD).splitlines()
 
     @property

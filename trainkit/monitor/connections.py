@@ -7,15 +7,30 @@ NCCL between them, also where the gradients go another way.
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-RANK, HOST, NOBODY, UNKNOWN = "rank", "host", "-", ""  # with whom a rank has had a connection
+# With whom a rank has had a connection, as the column `met` says it.
+RANK = "rank"
+HOST = "host"
+NOBODY = "-"
+UNKNOWN = ""
 ESTABLISHED = "01"  # Linux: include/net/tcp_states.h
-IPV4_IN_IPV6 = "0000000000000000FFFF0000"  # what an address of IPv4 begins with in tcp6
-MPI = b"/libmpi"  # with it ranks of one node may meet through memory only
+IPV4_IN_IPV6_PREFIX = "0000000000000000FFFF0000"  # of an address of IPv4 in tcp6
+MPI_LIBRARY = b"/libmpi"  # with it ranks of one node may meet through memory only
+NO_RANK = -1  # owns the connections of the job's processes that are no rank's
 
-Connection = tuple[str, str]  # this end and the other, each an address and a port
+
+class Connection(NamedTuple):
+    """A TCP connection as one of its ends sees it: the addresses and ports of both."""
+
+    local: str
+    remote: str
+
+    @property
+    def from_the_other_end(self) -> "Connection":
+        return Connection(local=self.remote, remote=self.local)
 
 
 class Meetings:
@@ -25,7 +40,7 @@ class Meetings:
         self._met: dict[int, str] = {}
 
     def look(self, families: Mapping[int, list[int]], others: Iterable[int]) -> dict[int, str]:
-        """Return for each rank the word of the closest one that it has had a connection with.
+        """Return for each rank the closest one that it has had a connection with.
 
         `HOST` is another host, or a process that is not the job's: there may be a rank.
 
@@ -36,24 +51,29 @@ class Meetings:
         if all(self._met.get(rank) == RANK for rank in families):
             return self._met
         tables = _Tables()
-        of_ranks = {rank: _connections(pids, tables) for rank, pids in families.items()}
-        owner = dict.fromkeys(_connections(others, tables) or (), -1)
-        for rank, connections in of_ranks.items():
-            owner |= dict.fromkeys(connections or (), rank)
-        for rank, connections in of_ranks.items():
+        connections = {rank: _connections(pids, tables) for rank, pids in families.items()}
+        owners = dict.fromkeys(_connections(others, tables) or (), NO_RANK)
+        for rank, of_this_rank in connections.items():
+            owners |= dict.fromkeys(of_this_rank or (), rank)
+        for rank, of_this_rank in connections.items():
             if self._met.get(rank) != RANK:
-                self._met[rank] = self._word(rank, connections, owner)
+                self._met[rank] = self._closest(rank, of_this_rank, owners)
                 if self._met[rank] == NOBODY and any(map(_uses_mpi, families[rank])):
                     self._met[rank] = UNKNOWN
         return self._met
 
-    def _word(self, rank: int, connections: set[Connection] | None, owner: Mapping[Connection, int]) -> str:
+    def _closest(
+        self, rank: int, connections: set[Connection] | None, owners: Mapping[Connection, int]
+    ) -> str:
         if connections is None:
             return UNKNOWN
-        at_the_other_end = {owner.get((there, here)) for here, there in connections}
-        if any(one not in (None, -1, rank) for one in at_the_other_end):
+        partners = {owners.get(connection.from_the_other_end) for connection in connections}
+        other_ranks = partners - {None, NO_RANK, rank}
+        if other_ranks:
             return RANK
-        return HOST if None in at_the_other_end else self._met.get(rank, NOBODY)
+        if None in partners:
+            return HOST
+        return self._met.get(rank, NOBODY)
 
 
 class _Tables:
@@ -66,7 +86,7 @@ class _Tables:
         self._by_namespace: dict[str, dict[str, Connection]] = {}
 
     def of(self, process: Path) -> dict[str, Connection]:
-        """Return those of the namespace that a process is in."""
+        """Return the connections of the namespace that a process is in."""
         namespace = str((process / "ns" / "net").readlink())
         if namespace not in self._by_namespace:
             network = process / "net"
@@ -76,26 +96,28 @@ class _Tables:
 
 def _connections(pids: Iterable[int], tables: _Tables) -> set[Connection] | None:
     """Return the TCP connections of processes; None if those of one may not be seen."""
-    found: set[Connection] = set()
+    connections: set[Connection] = set()
     for pid in pids:
         process = Path(psutil.PROCFS_PATH, str(pid))
         try:
-            sockets = _sockets(process)
-            if sockets:
+            inodes = _socket_inodes(process)
+            if inodes:
                 table = tables.of(process)
-                found |= {table[inode] for inode in sockets & table.keys()}
+                connections |= {table[inode] for inode in inodes & table.keys()}
         except PermissionError:
             return None
-        except OSError:  # it has ended
+        except OSError:
+            # It has ended.
             continue
-    return found
+    return connections
 
 
-def _sockets(process: Path) -> set[str]:
+def _socket_inodes(process: Path) -> set[str]:
     """Return the inodes of a process's sockets."""
-    inodes = set()
+    inodes: set[str] = set()
     for file in (process / "fd").iterdir():
-        with suppress(FileNotFoundError):  # it has been closed
+        # It may have been closed.
+        with suppress(FileNotFoundError):
             kind, _, inode = str(file.readlink()).partition(":")
             if kind == "socket":
                 inodes.add(inode.strip("[]"))
@@ -104,16 +126,20 @@ def _sockets(process: Path) -> set[str]:
 
 def _read_table(table: Path) -> dict[str, Connection]:
     """Return the established connections in a table of the kernel (man 5 proc), by their sockets' inodes."""
-    found = {}
-    with suppress(FileNotFoundError):  # a kernel without IPv6
+    connections: dict[str, Connection] = {}
+    # A kernel may be without IPv6.
+    with suppress(FileNotFoundError):
         for line in table.read_text().splitlines()[1:]:
-            _, here, there, state, *_, inode = line.split()[:10]
+            _, local, remote, state, *_, inode = line.split()[:10]
             if state == ESTABLISHED:
-                found[inode] = here.removeprefix(IPV4_IN_IPV6), there.removeprefix(IPV4_IN_IPV6)
-    return found
+                connections[inode] = Connection(
+                    local=local.removeprefix(IPV4_IN_IPV6_PREFIX),
+                    remote=remote.removeprefix(IPV4_IN_IPV6_PREFIX),
+                )
+    return connections
 
 
 def _uses_mpi(pid: int) -> bool:
     with suppress(OSError):
-        return MPI in Path(psutil.PROCFS_PATH, str(pid), "maps").read_bytes()
+        return MPI_LIBRARY in Path(psutil.PROCFS_PATH, str(pid), "maps").read_bytes()
     return False
