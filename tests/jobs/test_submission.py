@@ -587,6 +587,15 @@ def test_a_reason_that_comes_later_and_never_ends(
     assert job.state().name == "failed"
 
 
+def test_a_limit_that_ends_with_other_jobs_is_waited_for(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout.fake("squeue", _show("PENDING", "QOSMaxJobsPerUserLimit"))
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    monkeypatch.setattr(following, "NEVER_STARTS_SECONDS", 0)
+    assert job_seven(checkout).state().name == "queued"
+
+
 def test_of_a_log_only_what_is_new_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     progress = following.Progress(log)

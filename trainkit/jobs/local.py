@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit import job_folder
 from trainkit.distributed import launchers as place
@@ -113,14 +114,26 @@ def has_ended(job_id: str, folder: Path) -> bool:
     return os.fsencode(folder) not in command
 
 
-def submitted(folder: Path) -> tuple[str, bool]:
-    """Return the number of the job that submitit sent from `folder`, "" if none, and whether Slurm has it."""
+class Submitted(NamedTuple):
+    """What submitit has sent from a folder.
+
+    Attributes:
+        job_id: the number of the job; "" if there is none so far.
+        by_slurm: whether Slurm has it.
+    """
+
+    job_id: str
+    by_slurm: bool
+
+
+def submitted(folder: Path) -> Submitted:
+    """Return what submitit has sent from `folder`."""
     job_id = ""
     for path in folder.glob("[0-9]*_submitted.pkl"):
         job_id = path.name.removesuffix("_submitted.pkl")
     # A script's name has a dot in front if submit.py was killed.
     by_slurm = any(folder.glob("*submission*.sh"))
-    return job_id, by_slurm
+    return Submitted(job_id, by_slurm)
 
 
 def outside_of_jobs() -> dict[str, str]:

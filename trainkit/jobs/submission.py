@@ -233,13 +233,14 @@ def find(folder: Path, tasks: int, results: Path) -> Handle | None:
 
     Its submitter may have been killed before sbatch named the job, or sbatch has not named it.
     """
-    job_id, by_slurm = local.submitted(folder)
-    if by_slurm and not job_id:
+    submitted = local.submitted(folder)
+    job_id = submitted.job_id
+    if submitted.by_slurm and not job_id:
         job_id = _adopt(folder)
     if not job_id:
         return None
     log = folder / f"{job_id}_0_log.out"
-    if by_slurm:
+    if submitted.by_slurm:
         own_folder = folder.parents[1] / job_id
         return SlurmHandle(job_id=job_id, tasks=tasks, log=log, folder=own_folder, results=results)
     return LocalHandle(

@@ -286,10 +286,10 @@ class Sweep:
         if self.plain:
             return sorted(self.folder.glob(f"{name}/{FINISHED}"))
         finished = []
-        for csvs, rows in self.runs(name):
-            last = rows[-1]
+        for recorded in self.runs(name):
+            last = recorded.rows[-1]
             if last["epoch"] >= self.opts.epochs or last["ended"]:
-                finished += csvs
+                finished += recorded.csvs
         return finished
 
     def precision(self) -> str:
@@ -297,12 +297,12 @@ class Sweep:
         if self.plain:
             return ""
         if self.opts.precision == "auto":
-            for _, rows in self.runs("*"):
-                return rows[0]["precision"]
+            for recorded in self.runs("*"):
+                return recorded.rows[0]["precision"]
         return self.opts.precision
 
-    def runs(self, name: str) -> Iterator[tuple[list[Path], list[records.Row]]]:
-        """Yield the run called `name`, `*` for all, each with the CSVs of its starts and with its rows."""
+    def runs(self, name: str) -> Iterator["RecordedRun"]:
+        """Yield what the run called `name` has recorded; `*` for all runs."""
         files: dict[str, Path] = {}
         starts: dict[str, list[records.Row]] = {}
         for csv in sorted(self.folder.glob(f"{name}/runs/*.csv")):
@@ -311,7 +311,14 @@ class Sweep:
                 files[csv.stem] = csv
         for rows in records.join(starts).values():
             starts_in_order = dict.fromkeys(row["start"] for row in rows)
-            yield [files[start] for start in starts_in_order], rows
+            yield RecordedRun(csvs=[files[start] for start in starts_in_order], rows=rows)
+
+
+class RecordedRun(NamedTuple):
+    """What a run has recorded: a CSV for each of its starts, and the rows of all of them."""
+
+    csvs: list[Path]
+    rows: list[records.Row]
 
 
 def run(
@@ -506,7 +513,7 @@ def _compare(sweep: Sweep, failed: list[str], constraints: Constraints | None) -
     exit_code = 0
     compared = sweep.finished()
     if sweep.plain:
-        compared = [csv for csvs, _ in sweep.runs("*") for csv in csvs]
+        compared = [csv for recorded in sweep.runs("*") for csv in recorded.csvs]
     try:
         if compared:
             # It loads pandas, which is needed here only.
