@@ -50,7 +50,7 @@ def test_by_hand_and_by_torchrun_on_several_machines(tmp_path: Path) -> None:
 def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tmp_path: Path) -> None:
     """Sent to it alone, as where Slurm signals only what srun has started; not all its children are ranks."""
     other_child = "import subprocess; subprocess.Popen(['sleep', '20'])"
-    patient = "torchrun.PATIENCE = 300"  # imports take their time on a busy machine
+    patient = "torchrun.PATIENCE_SECONDS = 300"  # imports take their time on a busy machine
     main = f"{other_child}; from trainkit.distributed import torchrun; {patient}; torchrun.main()"
     launcher = [sys.executable, "-c", main, "--standalone", "--nproc-per-node=2"]
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")

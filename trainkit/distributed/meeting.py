@@ -40,7 +40,7 @@ def no_store(master: str, port: int, opens_it: bool, error: Exception) -> Proble
         return of_names
     # github.com/pytorch/pytorch/issues/73656: the address that rank 0 was given is not its machine's.
     if opens_it and not any(map(_is_own, names.addresses(master))):
-        what = f"rank 0 runs on {node()}, and MASTER_ADDR is another machine ({names.told(master)})"
+        what = f"rank 0 runs on {node()}, and MASTER_ADDR is another machine ({names.with_addresses(master)})"
         return Problem(what, "set it to the node that rank 0 runs on")
     seen = _seen_by_connecting(master, port)
     if seen:
@@ -66,7 +66,7 @@ def _seen_by_connecting(master: str, port: int) -> Problem | None:
         )
     except OSError as silence:
         return Problem(
-            f"{node()} gets no answer from that machine ({names.told(master)}: {silence})",
+            f"{node()} gets no answer from that machine ({names.with_addresses(master)}: {silence})",
             "ask your admin whether a firewall is between the nodes, and which ports and which network are "
             f"open (MASTER_PORT and MASTER_ADDR in slurm/site.sh); {DOCTOR}",
         )

@@ -18,16 +18,19 @@ class Problem(NamedTuple):
 def addresses(name: str) -> list[str]:
     """Return the addresses of a name; none if it cannot be resolved."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(address[0] for *_, address in found))
+    unique = dict.fromkeys(socket_address[0] for *_, socket_address in answers)
+    return list(unique)
 
 
-def told(name: str) -> str:
+def with_addresses(name: str) -> str:
     """Return a name and what it resolves to here, for people."""
     known = addresses(name)
-    return name if known == [name] else f"{name} is {', '.join(known) or 'unknown'}"
+    if known == [name]:
+        return name
+    return f"{name} is {', '.join(known) or 'unknown'}"
 
 
 def problem(master: str, gloo: bool) -> Problem | None:
@@ -36,27 +39,41 @@ def problem(master: str, gloo: bool) -> Problem | None:
     With `gloo` the hostname counts, too: gloo gives other nodes what that resolves to, or 127.0.0.1
     (ProcessGroupGloo.cpp, createDefaultDevice), unless a variable names the network.
     """
-    if master in _loopback(master):  # by Slurm's own word all nodes are on this machine
+    # By Slurm's own word all nodes are on this machine.
+    if master in _loopback_addresses(master):
         return None
     if not addresses(master):
-        fix = f"correct MASTER_ADDR, or have an admin give it an address (DNS, or /etc/hosts of {node()})"
-        return Problem(f"the master's name {master} cannot be resolved on {node()}", fix)
-    first = (os.environ.get("SLURM_NODEID") or os.environ.get("GROUP_RANK") or "0") == "0"
-    if not first and _loopback(master):
-        what = f"the master's name means {node()} itself on {node()} ({told(master)})"
-        return Problem(what, "an admin has to correct /etc/hosts there, or DNS")
-    name = socket.gethostname()
-    if gloo and not os.environ.get("GLOO_SOCKET_IFNAME") and (not addresses(name) or _loopback(name)):
         return Problem(
-            f"the hostname of {node()} means nothing to other nodes ({told(name)}), and gloo tells them that",
-            "set SITE_NETWORK_INTERFACE in slurm/site.sh to the network between the nodes: `ip -brief "
-            "address` on a node lists them",
+            f"the master's name {master} cannot be resolved on {node()}",
+            f"correct MASTER_ADDR, or have an admin give it an address (DNS, or /etc/hosts of {node()})",
         )
+    if not _is_first_node() and _loopback_addresses(master):
+        return Problem(
+            f"the master's name means {node()} itself on {node()} ({with_addresses(master)})",
+            "an admin has to correct /etc/hosts there, or DNS",
+        )
+    if gloo and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        hostname = socket.gethostname()
+        if not addresses(hostname) or _loopback_addresses(hostname):
+            known = with_addresses(hostname)
+            return Problem(
+                f"the hostname of {node()} means nothing to other nodes ({known}), and gloo tells them that",
+                "set SITE_NETWORK_INTERFACE in slurm/site.sh to the network between the nodes: `ip -brief "
+                "address` on a node lists them",
+            )
     return None
 
 
-def _loopback(name: str) -> list[str]:
+def _is_first_node() -> bool:
+    """Return whether Slurm, or else torchrun, says that this is the first node; True if neither does."""
+    number = os.environ.get("SLURM_NODEID") or os.environ.get("GROUP_RANK") or "0"
+    return number == "0"
+
+
+def _loopback_addresses(name: str) -> list[str]:
     """Return a name's addresses if all of them mean the machine that asks, as 127.0.1.1 does on any."""
-    found = addresses(name)
-    own = [one for one in found if ipaddress.ip_address(one.partition("%")[0]).is_loopback]
-    return own if own == found else []
+    known = addresses(name)
+    # An address of IPv6 may end with "%" and the name of an interface.
+    if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in known):
+        return known
+    return []

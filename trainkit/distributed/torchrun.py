@@ -5,7 +5,7 @@ which have to save and stop. torchrun itself dies on USR2, and kills its ranks o
 signals are blocked until the run handles them: a script without a `Run` has to unblock them itself.
 """
 
-import itertools
+import math
 import os
 import re
 import signal
@@ -19,20 +19,25 @@ from pathlib import Path
 
 import psutil
 
-from trainkit.distributed import launchers as place
-from trainkit.distributed import meeting, names
+from trainkit.distributed import launchers, meeting, names
 from trainkit.errors import fail
 from trainkit.signals import STOP_SIGNALS
 
-PATIENCE = 20  # seconds from SIGTERM on, as Slurm kills after 30
+# From SIGTERM on, for ranks to start that can answer it: Slurm kills after 30 seconds.
+PATIENCE_SECONDS = 20
+# How long to wait for the next signal: while signals wait for ranks to start; before the ranks have started;
+# and afterwards, when there is nothing else to look at.
+LOOK_FOR_RANKS_SECONDS = 0.1
+BEFORE_RANKS_SECONDS = 1
+WITH_RANKS_SECONDS = 3600
 
 
 def main() -> None:
     """Run torchrun, and exit as the ranks do."""
-    # Blocked, for the thread. The ranks inherit that until they handle them (training/checkpoint.py).
+    # Blocked, so that the thread gets them. The ranks inherit that until they handle them (signals.py).
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    threading.Thread(target=_hand_on, daemon=True).start()
-    sys.argv[1:1] = _by_slurm(sys.argv)
+    threading.Thread(target=_forward_signals, daemon=True).start()
+    sys.argv[1:1] = _options_of_the_job(sys.argv)
     from torch.distributed import run  # takes seconds, in which a signal may come
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
@@ -42,7 +47,7 @@ def main() -> None:
     except SignalException as end:  # which the ranks have had, too
         os._exit(128 + end.sigval)
     except (RendezvousConnectionError, socket.gaierror) as error:
-        fail(_why_apart(error.__cause__ or error))
+        fail(_why_not_met(error.__cause__ or error))
     except RendezvousTimeoutError:
         fail(
             "not all torchruns came to --rdzv-endpoint in time: see whether the one of another node has "
@@ -50,20 +55,22 @@ def main() -> None:
         )
 
 
-def _why_apart(error: BaseException) -> str:
+def _why_not_met(error: BaseException) -> str:
     """Return why this torchrun could not reach the one that the others connect to, and what to do."""
     endpoint = re.search(r"--rdzv-endpoint[= ](\S+):(\d+)(?!\S)", " ".join(sys.argv))
-    # The hostname is asked for in the end (getfqdn), whatever the address is.
-    if endpoint is None or not names.addresses(socket.gethostname()) and isinstance(error, socket.gaierror):
-        known = names.told(socket.gethostname())
-        return f"the torchruns could not meet ({error}; on {place.node()}, {known}): have the names mended."
+    hostname = socket.gethostname()
+    # torchrun asks for the hostname in the end (getfqdn), whatever the address is.
+    hostname_unknown = isinstance(error, socket.gaierror) and not names.addresses(hostname)
+    if endpoint is None or hostname_unknown:
+        where = f"on {launchers.node()}, {names.with_addresses(hostname)}"
+        return f"the torchruns could not meet ({error}; {where}): have the names mended."
     master, port = endpoint.groups()
     opens_it = "--rdzv-conf=is_host=1" in sys.argv
     cause = meeting.no_store(master, int(port), opens_it=opens_it, error=error)
     return f"the torchruns could not meet at {master}:{port}: {cause.what}: {cause.fix}."
 
 
-def _by_slurm(arguments: Sequence[str]) -> list[str]:
+def _options_of_the_job(arguments: Sequence[str]) -> list[str]:
     """Return options by which the torchruns of a job find each other, whatever their nodes' hostnames are.
 
     By itself torchrun compares its hostname with the endpoint, to know whether it is the one that the others
@@ -71,35 +78,72 @@ def _by_slurm(arguments: Sequence[str]) -> list[str]:
     (`RendezvousStoreInfo`). But it may not be the name that Slurm has for the node, or, as on Debian, an
     address that means another machine elsewhere.
     """
-    number, master = os.environ.get("SLURM_NODEID"), os.environ.get("MASTER_ADDR")
-    if number is None or master is None or not any(one.startswith("--rdzv-endpoint") for one in arguments):
+    node_number = os.environ.get("SLURM_NODEID")
+    master = os.environ.get("MASTER_ADDR")
+    has_endpoint = any(argument.startswith("--rdzv-endpoint") for argument in arguments)
+    if node_number is None or master is None or not has_endpoint:
         return []
-    first = number == "0"
-    return [f"--rdzv-conf=is_host={int(first)}", f"--local-addr={master if first else place.node()}"]
+    if node_number == "0":
+        return ["--rdzv-conf=is_host=1", f"--local-addr={master}"]
+    return ["--rdzv-conf=is_host=0", f"--local-addr={launchers.node()}"]
 
 
-def _hand_on() -> None:
-    waiting, until, begun = [], float("inf"), False  # signals for ranks that have not started yet
+def _forward_signals() -> None:
+    """Send what comes to the ranks, and keep it for them until they have started.
+
+    End this process if it has got SIGTERM, and no rank starts, as when torchrun waits for another node.
+    """
+    pending: list[int] = []
+    deadline = math.inf
+    ranks_have_started = False
     while True:
-        came = signal.sigtimedwait(STOP_SIGNALS, 0.1 if waiting else 3600 if begun else 1)
-        # A call that is interrupted when its time is over returns no signal at all (seen: CPython 3.11).
-        if came and came.si_signo in STOP_SIGNALS:
-            waiting.append(came.si_signo)
-            if came.si_signo == signal.SIGTERM:
-                until = min(until, time.monotonic() + PATIENCE)
-        ranks = []
-        with suppress(OSError, psutil.Error):  # one ends just now
-            # Importing PyTorch starts programs, too; torchrun gives a session to each rank.
-            ranks = [one for one in psutil.Process().children() if os.getsid(one.pid) == one.pid]
+        number = _next_signal(_seconds_to_wait(pending, ranks_have_started))
+        if number is not None:
+            pending.append(number)
+        if number == signal.SIGTERM:
+            deadline = min(deadline, time.monotonic() + PATIENCE_SECONDS)
+        ranks = _ranks()
         if ranks:
-            for rank, number in itertools.product(ranks, waiting):
-                # Slurm may have sent USR2 to the rank, too: one that has obeyed would be ended by the second.
-                if number == signal.SIGTERM or _outlives(rank.pid, number):
-                    with suppress(psutil.NoSuchProcess):
-                        rank.send_signal(number)
-            waiting, begun = [], True
-        elif not begun and time.monotonic() > until:  # torchrun waits for another node
+            for rank in ranks:
+                for number in pending:
+                    _send(rank, number)
+            pending = []
+            ranks_have_started = True
+        elif not ranks_have_started and time.monotonic() > deadline:
             os._exit(128 + signal.SIGTERM)
+
+
+def _seconds_to_wait(pending: Sequence[int], ranks_have_started: bool) -> float:
+    if pending:
+        return LOOK_FOR_RANKS_SECONDS
+    return WITH_RANKS_SECONDS if ranks_have_started else BEFORE_RANKS_SECONDS
+
+
+def _next_signal(timeout: float) -> int | None:
+    """Return the next signal that stops a training; None if there was none within `timeout` seconds."""
+    received = signal.sigtimedwait(STOP_SIGNALS, timeout)
+    # A call that is interrupted when its time is over returns no signal at all (seen: CPython 3.11).
+    if received is None or received.si_signo not in STOP_SIGNALS:
+        return None
+    return received.si_signo
+
+
+def _ranks() -> list[psutil.Process]:
+    """List the ranks that have started: torchrun gives a session to each.
+
+    Importing PyTorch starts programs, too, which stay in torchrun's session.
+    """
+    with suppress(OSError, psutil.Error):  # one ends just now
+        children = psutil.Process().children()
+        return [child for child in children if os.getsid(child.pid) == child.pid]
+    return []
+
+
+def _send(rank: psutil.Process, number: int) -> None:
+    """Send a signal, but no USR2 that would end the rank: Slurm may have sent it one that it has obeyed."""
+    if number == signal.SIGTERM or _outlives(rank.pid, number):
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)
 
 
 def _outlives(pid: int, number: int) -> bool:
