@@ -19,12 +19,17 @@ from trainkit.distributed.launchers import node
 from trainkit.errors import tell
 from trainkit.files import explained, replacing
 
-# The variables that decide who a rank is, and how it connects.
-SHOWN = re.compile(
-    r"NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MASTER|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|"
+# The beginnings of the variables that decide who a rank is, and how it connects.
+LOGGED_VARIABLES = re.compile(
+    r"NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|OMPI_COMM|PMI|MPI_LOCAL|MASTER|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|"
     r"SLURM_(JOB_|STEP_|PROCID|LOCALID|NODE|GPUS_ON)"
 )
-RECORDER = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)  # of gloo; None in older PyTorch
+# Returns gloo's last collectives, pickled; None in older PyTorch.
+dump_flight_record = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+# That PyTorch waits for NCCL's dump, by default as well. Without --debug there is none (devices.py).
+SECONDS_FOR_DUMP = 15
+# How many of NCCL's last collectives an older PyTorch is to keep.
+KEPT_COLLECTIVES = 2_000
 
 
 def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
@@ -38,17 +43,21 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
     Raises:
         UserError: if the folder cannot be written to.
     """
-    path, record = folder / f"debug-rank-{rank}.txt", folder / f"flight-of-{ranks}" / f"rank-{rank}"
+    path = folder / f"debug-rank-{rank}.txt"
+    record = folder / f"flight-of-{ranks}" / f"rank-{rank}"
     settings = {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_FILE": str(path.with_name(f"{path.stem}-nccl-%p.txt")),
         "TORCH_DISTRIBUTED_DEBUG": "INFO",  # with DETAIL, DDP crashes on gloo (PyTorch 2.14)
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "15000",  # PyTorch's default; without a dump we wait less
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": str(SECONDS_FOR_DUMP * 1000),
         "TORCH_FR_DUMP_TEMP_FILE": f"{record.parent}/rank-",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{record.parent}/rank-",  # its name in an older PyTorch
-    } | ({} if RECORDER else {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"})
-    os.environ |= settings | {name: os.environ[name] for name in settings if name in os.environ}
+    }
+    if dump_flight_record is None:
+        settings["TORCH_NCCL_TRACE_BUFFER_SIZE"] = str(KEPT_COLLECTIVES)
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
     dist.set_debug_level_from_env()
     fix = "free the space, fix the permissions, or give another --results-dir."
     with explained(f"--debug cannot write to {folder}", fix):
@@ -56,7 +65,8 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
         record.unlink(missing_ok=True)  # of an earlier run
         file = path.open("a", encoding="utf-8")  # never closed: faulthandler writes to it until the end
         file.write(f"\nstarted {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n")
-        file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if SHOWN.match(name))
+        logged = [name for name in sorted(os.environ) if LOGGED_VARIABLES.match(name)]
+        file.writelines(f"{name}={os.environ[name]}\n" for name in logged)
         file.write(f"Where this rank is, every {every:g} s:\n")
         file.flush()
     faulthandler.enable(file)  # also if NCCL aborts it
@@ -69,24 +79,35 @@ def _write_stacks(file: TextIO, path: Path, every: float) -> None:
         time.sleep(every)
         # Not by dump_traceback_later, which can crash a busy one (github.com/python/cpython/issues/131580).
         faulthandler.dump_traceback(file)
-        with suppress(OSError, KeyError):  # a full disk; another PyTorch's record
-            record = pickle.loads(RECORDER()) if RECORDER else {"pg_config": {}, "entries": []}
-            if group := record["pg_config"].pop("", None):  # torchfrtrace needs the name in its entries
-                record["pg_config"]["0"] = group | {"name": "0", "desc": "default_pg"}
-            if record["entries"]:  # PyTorch writes NCCL's by itself
-                with replacing(path, "wb") as whole:
-                    pickle.dump(record, whole)
+        if dump_flight_record is not None:
+            with suppress(OSError, KeyError):  # a full disk; another PyTorch's record
+                _write_flight_record(path)
+
+
+def _write_flight_record(path: Path) -> None:
+    """Write gloo's last collectives as torchfrtrace reads them; nothing if there are none.
+
+    PyTorch writes NCCL's by itself.
+    """
+    record = pickle.loads(dump_flight_record())
+    # gloo's group has no name in the record, and torchfrtrace looks for the name of each entry's group.
+    group = record["pg_config"].pop("", None)
+    if group:
+        record["pg_config"]["0"] = group | {"name": "0", "desc": "default_pg"}
+    if record["entries"]:
+        with replacing(path, "wb") as whole:
+            pickle.dump(record, whole)
 
 
 def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[object], list]) -> None:
     """Print, on rank 0, where each rank runs."""
-    own_cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     backend = dist.get_backend() if dist.is_initialized() else "no group"
-    own = f"rank {rank} on {node()}: {device} {device_name(device)}, core(s) {own_cores}, {backend}"
-    names = gather(own)
-    if rank == 0:
-        for name in names:
-            tell(name)
-        tell(f"where each rank is, at intervals, and NCCL's log: {folder}/debug-rank-*.txt")
-        if len(names) > 1:
-            tell(f"the collectives of all ranks, compared: torchfrtrace {folder}/flight-of-{len(names)}")
+    ranks = gather(f"rank {rank} on {node()}: {device} {device_name(device)}, core(s) {cores}, {backend}")
+    if rank != 0:
+        return
+    for line in ranks:
+        tell(line)
+    tell(f"where each rank is, at intervals, and NCCL's log: {folder}/debug-rank-*.txt")
+    if len(ranks) > 1:
+        tell(f"the collectives of all ranks, compared: torchfrtrace {folder}/flight-of-{len(ranks)}")

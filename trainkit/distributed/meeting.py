@@ -7,7 +7,7 @@ the one that knows (github.com/pytorch/pytorch/issues/129367).
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import psutil
 
@@ -16,7 +16,8 @@ from trainkit.distributed import names
 from trainkit.distributed.launchers import node
 from trainkit.distributed.names import Problem
 
-PROBE_SECONDS = 5
+# A machine of the same cluster answers at once, if it does.
+PROBE_TIMEOUT_SECONDS = 5
 ANOTHER_PORT = "start again with another MASTER_PORT; a job that is submitted again has another by itself"
 DOCTOR = "`python slurm/doctor.py --job` tests the network between the nodes"
 
@@ -35,30 +36,30 @@ def no_store(master: str, port: int, opens_it: bool, error: Exception) -> Proble
     if "address already in use" in str(error).lower():
         return Problem(f"another program on {node()} has port {port}", ANOTHER_PORT)
     # github.com/hpcaitech/ColossalAI/issues/2841: a hostname that means nothing.
-    of_names = names.problem(master, gloo=False)
-    if of_names:
-        return of_names
+    problem_of_names = names.problem(master, gloo=False)
+    if problem_of_names:
+        return problem_of_names
     # github.com/pytorch/pytorch/issues/73656: the address that rank 0 was given is not its machine's.
-    if opens_it and not any(map(_is_own, names.addresses(master))):
+    if opens_it and not any(_is_of_this_machine(address) for address in names.addresses(master)):
         what = f"rank 0 runs on {node()}, and MASTER_ADDR is another machine ({names.with_addresses(master)})"
         return Problem(what, "set it to the node that rank 0 runs on")
-    seen = _seen_by_connecting(master, port)
-    if seen:
-        return seen
+    problem_of_connecting = _try_to_connect(master, port)
+    if problem_of_connecting:
+        return problem_of_connecting
     # It answers now. But PyTorch has asked whether it is a store only if it could connect.
     if re.search("timed out after .* trying to connect|failed to connect to any", str(error)):
         return Problem(f"it answers {node()} only now", "give more --timeout")
     return Problem("what answers there is no store of PyTorch: another program has the port", ANOTHER_PORT)
 
 
-def _seen_by_connecting(master: str, port: int) -> Problem | None:
-    """Connect once more, and return what that says; None if it succeeds.
+def _try_to_connect(master: str, port: int) -> Problem | None:
+    """Connect once more, and return what is in the way; None if it succeeds.
 
     PyTorch's text is the same whether nobody listens or no packet comes through
     (github.com/pytorch/pytorch/issues/105782).
     """
     try:
-        socket.create_connection((master, port), timeout=PROBE_SECONDS).close()
+        socket.create_connection((master, port), timeout=PROBE_TIMEOUT_SECONDS).close()
     except ConnectionRefusedError:
         return Problem(
             f"nobody listens there; as far as {node()} can tell, {_whereabouts(0)}",
@@ -78,7 +79,7 @@ def missing(ranks: Iterable[int]) -> Problem:
 
     PyTorch tells how many came, and on rank 0 only: github.com/pytorch/pytorch/pull/111805.
     """
-    whereabouts = ", ".join(map(_whereabouts, ranks))
+    whereabouts = ", ".join(_whereabouts(rank) for rank in ranks)
     return Problem(
         f"not all came; as far as {node()} can tell, {whereabouts}",
         "see whether one has reported an error; if one was only slow, give more --timeout",
@@ -97,43 +98,54 @@ def foreign(own: str, other: str) -> Problem:
 def not_connected(gloo: bool, nodes: int) -> Problem | None:
     """Return why ranks that have met in the store could not connect to each other; None if it is unknown."""
     variable = "GLOO_SOCKET_IFNAME" if gloo else "NCCL_SOCKET_IFNAME"
-    asked = os.environ.get(variable, "")
-    own = _interfaces()
-    if _lacks(asked, own, gloo):
-        what = f"{node()} has no network interface {asked} with an address (it has {', '.join(own)})"
-        return Problem(what, f"correct SITE_NETWORK_INTERFACE in slurm/site.sh, or {variable}")
-    return names.problem(os.environ["MASTER_ADDR"], gloo) if nodes > 1 else None
+    wanted = os.environ.get(variable, "")
+    interfaces = _interfaces()
+    lacks = _gloo_lacks(wanted, interfaces) if gloo else _nccl_lacks(wanted, interfaces)
+    if wanted and lacks:
+        has = ", ".join(interfaces)
+        return Problem(
+            f"{node()} has no network interface {wanted} with an address (it has {has})",
+            f"correct SITE_NETWORK_INTERFACE in slurm/site.sh, or {variable}",
+        )
+    if nodes > 1:
+        return names.problem(os.environ["MASTER_ADDR"], gloo)
+    return None
 
 
-def _lacks(asked: str, own: list[str], gloo: bool) -> bool:
-    """Return whether a machine with these network interfaces lacks what was asked for.
+def _gloo_lacks(wanted: str, interfaces: Sequence[str]) -> bool:
+    """Return whether one of the wanted names, separated by commas, is none of the interfaces.
 
     gloo wants each name as it is (github.com/horovod/horovod/issues/1341), also one that begins with "^"
-    (github.com/aws-samples/aws-do-eks/pull/51). NCCL takes the interfaces that begin like a name of the list,
-    or are it ("="), or all but those ("^"); what it says where there is none depends on its release
-    (github.com/NVIDIA/nccl/issues/1837).
+    (github.com/aws-samples/aws-do-eks/pull/51).
     """
-    if not asked:
+    return any(name not in interfaces for name in wanted.split(","))
+
+
+def _nccl_lacks(wanted: str, interfaces: Sequence[str]) -> bool:
+    """Return whether no interface fits one of the wanted names, separated by commas.
+
+    NCCL takes the interfaces that begin like one of the names, or are it ("="), or all but those ("^"); what
+    it says where there is none depends on its release (github.com/NVIDIA/nccl/issues/1837).
+    """
+    if wanted.startswith("^"):
         return False
-    if gloo:
-        return not {*asked.split(",")} <= {*own}
-    if asked.startswith("^"):
-        return False
-    exact = asked.startswith("=")
-    wanted = [name.partition(":")[0] for name in asked.removeprefix("=").split(",")]
-    if exact:
-        return not {*wanted} & {*own}
-    return not any(name.startswith(tuple(wanted)) for name in own)
+    prefixes = tuple(name.partition(":")[0] for name in wanted.removeprefix("=").split(","))
+    if wanted.startswith("="):
+        return not any(name in prefixes for name in interfaces)
+    return not any(name.startswith(prefixes) for name in interfaces)
 
 
 def _interfaces() -> list[str]:
     """Return the network interfaces of this machine that have an address of IP."""
-    of_ip = {socket.AF_INET, socket.AF_INET6}
-    interfaces = psutil.net_if_addrs().items()
-    return [name for name, addresses in interfaces if of_ip & {one.family for one in addresses}]
+    families_of_ip = {socket.AF_INET, socket.AF_INET6}
+    interfaces = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.family in families_of_ip for address in addresses):
+            interfaces.append(name)
+    return interfaces
 
 
-def _is_own(address: str) -> bool:
+def _is_of_this_machine(address: str) -> bool:
     """Return whether this machine has the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
