@@ -85,6 +85,16 @@ class Seen(NamedTuple):
         return [text.get_text() for text in self.figures[name].legends[0].get_texts()]
 
 
+def verdict_of(text: str) -> str:
+    """The last line of what a comparison prints."""
+    return text.splitlines()[-1]
+
+
+def numbers_in(sentence: str) -> list[str]:
+    """For each clause: devices, speedup, efficiency, batch."""
+    return re.findall(r"\d+(?:\.\d+)?", sentence)
+
+
 Compared = Callable[..., Seen]
 
 
@@ -131,12 +141,38 @@ def test_speed_and_efficiency_leave_the_warm_up_out(tmp_path: Path, compared: Co
     assert (row.images_per_s, row.slowest, row.fastest) == (1750, 1650, 1850)
     assert row.speedup == pytest.approx(1750 / 1100) and row.efficiency == pytest.approx(1750 / 2200)
     assert (row.baseline, row.steady_epochs, row.eval_seconds) == ("single", 3, 0.5)
-    assert text.splitlines()[-1] == (
-        "DDP on 2 workers trained 1.59x as fast as single (80 % efficiency at global batch 256); "
-        "DataParallel on 2 devices trained 0.50x as fast as single (25 % efficiency at global batch 256), "
-        "which is slower than one."
-    )
+    assert numbers_in(verdict_of(text)) == ["2", "1.59", "80", "256", "2", "0.50", "25", "256"]
     assert "| ddp | 2 | 256 | 1750 | 1650..1850 | 1.59 | 80 |" in (tmp_path / "out/comparison.md").read_text()
+
+
+def test_the_wording_of_a_comparison(tmp_path: Path, compared: Compared) -> None:
+    """All that it says, on runs of every kind; other tests hold the numbers. See `assert_is_snapshot`."""
+    runs = tmp_path / "runs"
+    steady = [10, 1000, 1000]
+    write_run(runs, "one", steady)
+    write_run(runs, "two", [10, 1600, 1650], **ddp(2))
+    write_run(runs, "dp", [10, 550, 550], **dp(2), torch_version="2.14.0")
+    write_run(runs, "dp-one", steady, **dp(1))
+    write_run(runs, "weak", [10, 1900, 1900], **ddp(2, global_batch=512))
+    write_run(runs, "bf16", [10, 1900, 1900], **ddp(2, precision="bf16", width=64))
+    write_run(runs, "warm-up", [10], **ddp(4))
+    write_run(runs, "loud", [10, 2200], **ddp(2, global_batch=384, nodes=2))
+    write_run(runs, "loud-one", [10, 900, 1100], global_batch=384)
+    write_run(runs, "synthetic", steady, dataset="synthetic", device_name=CPU)
+    trained = own(1, optimizer="SGD momentum=0", arguments="--dropout=0.1", script="train.py 12345678")
+    changed = {"learning_rate": 0.5, "arguments": "--dropout=0.2", "script": "train.py 87654321"}
+    write_run(runs, "own-one", steady, **trained)
+    write_run(runs, "own-two", [10, 700, 700], **trained | own(2) | changed)
+    (runs / "broken.csv").touch()
+    text = compared(runs, target=98.5).text.replace(f"{tmp_path}/", "")
+    assert_is_snapshot(text, tmp_path / "comparison.txt")
+
+
+def assert_is_snapshot(text: str, written: Path) -> None:
+    """Compare with the file of this name in `snapshots`; if other words are meant, `written` replaces it."""
+    expected = Path(__file__).parent / "snapshots" / written.name
+    written.write_text(text)
+    assert text == expected.read_text(), f"if these words are meant: cp {written} {expected}"
 
 
 def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
@@ -150,9 +186,7 @@ def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
     assert list(weak) == pytest.approx([1, 0.9, 0.8, 0.7]) and seen.table.speedup.notna().sum() == 1
     # batch, images/s, min..max, speedup, efficiency, weak efficiency
     assert cells(seen.text, "ddp", 8)[:6] == ["1024", "5600", "5600..5600", "-", "-", "70"]
-    assert (
-        "DDP in weak scaling on 8 workers trained 5.60x as fast as single (70 % efficiency at b" in seen.text
-    )
+    assert numbers_in(verdict_of(seen.text)) == ["8", "5.60", "70", "128"]
     assert seen.legend("speedup.png") == ["ideal", "DDP, batch 128 each (weak)"]
     (speedups, efficiencies) = seen.figures["speedup.png"].axes
     assert list(speedups.lines[-1].get_ydata()) == pytest.approx([1, 1.8, 3.2, 5.6])
@@ -160,11 +194,7 @@ def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
 
     write_run(tmp_path, "large", [10, 1400, 1400], global_batch=1024, images=59392)
     text, _, figures = compared()
-    assert text.splitlines()[-1] == (
-        "DDP on 8 workers trained 4.00x as fast as single (50 % efficiency at global batch 1024), and in "
-        "weak scaling on 8 workers trained 5.60x as fast as single (70 % efficiency at batch 128 on each); "
-        "there is no DataParallel run."
-    )
+    assert numbers_in(verdict_of(text)) == ["8", "4.00", "50", "1024", "8", "5.60", "70", "128"]
     assert len(figures["speedup.png"].axes[0].lines) == 3  # the ideal one, and strict and weak
 
 
@@ -224,7 +254,6 @@ def test_a_network_with_other_weights_is_another_training(tmp_path: Path, compar
 
 def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) -> None:
     """Each batch size is one case: images/s of single and of another run, and the mark of the latter."""
-    few, loud, wide = "too little was measured", "the machine was not quiet", "the measurements scatter"
     cases = {
         300: ([1000, 1000], ddp(2), [1600, 1650], ""),
         320: ([1000, 1000], ddp(2), [2090, 2090], ""),
@@ -247,14 +276,9 @@ def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) 
     marks = table[table.stage != "single"].set_index("global_batch").doubt.fillna("")
     assert dict(marks) == {batch: mark for batch, (*_, mark) in cases.items()}
     assert cells(text, "ddp", 4)[5] == "qe"
-    for mark, what in (("q", loud), ("e", few), ("s", wide)):
-        assert f"doubt {mark}: {what} (" in text
-    verdict = text.splitlines()[-1]
-    assert "4.40x as fast as single (110 % efficiency at global batch 540, doubt qe)" in verdict
-    assert f"Do not rely on every speed: {loud} (rows with doubt q): measure again with --rep" in verdict
-    assert f"{few} (rows with doubt e): give --epochs 3 or more" in verdict
-    assert "on an idle machine or own nodes" in verdict
-    assert verdict.endswith(", in runs of your own.")
+    for mark in "qes":
+        assert f"doubt {mark}: " in text and f"rows with doubt {mark}" in verdict_of(text)
+    assert "doubt qe" in verdict_of(text)
     assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
 
 
@@ -279,7 +303,7 @@ def test_other_arguments_rates_and_scripts_make_a_speedup_doubtful(
     two = table[table.devices == 2].set_index("global_batch")
     assert dict(two.doubt.fillna("")) == {batch: mark for batch, (_, mark) in cases.items()}
     assert two.speedup.notna().all()
-    assert "the learning rates differ (rows with doubt r)" in text.splitlines()[-1]
+    assert "doubt r" in verdict_of(text)
     # The run on one device whose arguments are the same is the one to compare with.
     write_run(tmp_path, "nearer", [10, 800, 800], **one | {"arguments": "--dropout=0.2"}, global_batch=340)
     _, table, _ = compared()
@@ -301,7 +325,7 @@ def test_schedules_that_differ_within_a_long_training_are_rows(tmp_path: Path, c
 def test_what_forbids_a_speedup_is_told_in_the_words_that_differ(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "one", [10, 1000], **own(1, optimizer="SGD momentum=0 weight_decay=0.1"))
     write_run(tmp_path, "two", [10, 1600], **own(2, optimizer="SGD momentum=0.9 weight_decay=0.1"))
-    assert "in optimizer (momentum 0.9, momentum 0)" in compared().text
+    assert "optimizer (momentum 0.9, momentum 0)" in compared().text
 
 
 def test_the_time_to_an_accuracy(tmp_path: Path, compared: Compared) -> None:
@@ -357,35 +381,35 @@ def test_each_folder_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture) ->
 
 def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "two", [10, 1500], **ddp(2))
-    assert "DDP on 2 workers cannot be judged here (no 1-device run to compare with)" in compared().text
+    assert "cannot be judged" in verdict_of(compared().text)
     write_run(tmp_path, "one", [10, 1000], **ddp(1))
     text, table, _ = compared()
     assert list(table.speedup) == [1, 1.5] and set(table.baseline) == {"ddp"}
-    assert "[1] speedup against ddp on one device: no single run is equal." in text
-    assert "1.50x as fast as DDP on one (75 % efficiency" in text and "there is no DataParallel run" in text
+    assert "[1] speedup against ddp" in text
+    assert "as fast as DDP on one" in verdict_of(text) and "no DataParallel run" in verdict_of(text)
 
 
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"global_batch": 768}, "no otherwise equal 1-device run with global batch 768 to compare with"),
-        ({"global_batch": 1024, "images": 59392}, "no otherwise equal 1-device run with global batch 1024"),
-        ({"precision": "bf16"}, "differs from the nearest 1-device run (single) in precision (bf16, fp32)"),
-        ({"images": 20480}, "in images per epoch (20480, 59904)"),
-        ({"dataset": "synthetic"}, "in dataset (synthetic, mnist)"),
-        ({"model": "UNet"}, "in model (UNet, Net)"),
-        ({"loader": "workers", "workers_per_loader": 4}, "in loader (workers, resident) and loader"),
-        ({"recipe": "fast"}, "in recipe (fast, classic)"),
-        ({"accumulate": 4}, "in micro-batches per step (4, 1)"),
-        ({"debug": True}, "in --debug (True, False)"),
-        ({"lr": 0.5}, "in learning rate (0.5, 1)"),
-        ({"lr": float("nan")}, "in learning rate (unknown, 1)"),
-        ({"gamma": 0.9}, "in gamma (0.9, 0.7)"),
-        ({"lr_scale": "sqrt"}, "in --lr-scale (sqrt, none)"),
-        ({"lr_warmup_images": 6000}, "in --lr-warmup-images (6000, 0)"),
-        ({"width": 64}, "in width (64, 32)"),
-        ({"device_name": "NVIDIA A100"}, "in device (NVIDIA A100, NVIDIA H200)"),
-        ({"recipe": "fast", "global_batch": 512}, "in recipe (fast, classic) and global batch (512, 256)"),
+        ({"global_batch": 768}, "global batch 768"),
+        ({"global_batch": 1024, "images": 59392}, "global batch 1024"),
+        ({"precision": "bf16"}, "precision (bf16, fp32)"),
+        ({"images": 20480}, "images per epoch (20480, 59904)"),
+        ({"dataset": "synthetic"}, "dataset (synthetic, mnist)"),
+        ({"model": "UNet"}, "model (UNet, Net)"),
+        ({"loader": "workers", "workers_per_loader": 4}, "loader workers (4, 0)"),
+        ({"recipe": "fast"}, "recipe (fast, classic)"),
+        ({"accumulate": 4}, "micro-batches per step (4, 1)"),
+        ({"debug": True}, "--debug (True, False)"),
+        ({"lr": 0.5}, "learning rate (0.5, 1)"),
+        ({"lr": float("nan")}, "learning rate (unknown, 1)"),
+        ({"gamma": 0.9}, "gamma (0.9, 0.7)"),
+        ({"lr_scale": "sqrt"}, "--lr-scale (sqrt, none)"),
+        ({"lr_warmup_images": 6000}, "--lr-warmup-images (6000, 0)"),
+        ({"width": 64}, "width (64, 32)"),
+        ({"device_name": "NVIDIA A100"}, "device (NVIDIA A100, NVIDIA H200)"),
+        ({"recipe": "fast", "global_batch": 512}, "recipe (fast, classic) and global batch (512, 256)"),
     ],
 )  # fmt: skip
 def test_unequal_runs_are_not_compared(
@@ -396,7 +420,7 @@ def test_unequal_runs_are_not_compared(
     text, table, _ = compared()
     two = table[table.stage == "ddp"].iloc[0]
     assert pd.isna(two.speedup) and reason in two.why
-    assert reason in text and "cannot be judged here" in text
+    assert reason in text and "cannot be judged" in verdict_of(text)
     assert not (tmp_path / "out" / "speedup.png").exists()
 
 
@@ -411,9 +435,9 @@ def test_threads_count_where_they_are_the_workers(tmp_path: Path, compared: Comp
             tmp_path, f"two-{device[:3]}", [10, 1500], **ddp(2, threads_per_worker=2, device_name=device)
         )
     text, table, _ = compared()
-    assert f"{CPU}, mnist: " in text and f"on {GPU}: DDP on 2 workers trained 1.50x" in text
+    assert f"{CPU}, mnist: " in text and "1.50x" in verdict_of(text)
     two = table[table.stage == "ddp"].set_index("device_name")
-    assert pd.isna(two.speedup[CPU]) and "in threads per worker (2, 1)" in two.why[CPU]
+    assert pd.isna(two.speedup[CPU]) and "threads per worker (2, 1)" in two.why[CPU]
     assert two.speedup[GPU] == 1.5
 
 
@@ -423,7 +447,7 @@ def test_each_batch_has_its_own_line(tmp_path: Path, compared: Compared) -> None
         write_run(tmp_path, f"two-{batch}", [10, two, two], **ddp(2, global_batch=batch))
     text, table, _ = compared()
     assert list(table[table.stage == "ddp"].speedup) == [1.2, 1.9]
-    assert "1.90x as fast as single (95 % efficiency at global batch 1024) at best, 1.20x at worst" in text
+    assert numbers_in(verdict_of(text))[:5] == ["2", "1.90", "95", "1024", "1.20"]
 
 
 def test_data_parallel_on_one_device_has_no_speedup(tmp_path: Path, compared: Compared) -> None:
@@ -431,10 +455,10 @@ def test_data_parallel_on_one_device_has_no_speedup(tmp_path: Path, compared: Co
     write_run(tmp_path, "dp", [10, 2000], **dp(1, device_name=CPU))
     text, table, _ = compared()
     assert table[table.stage == "dp"].speedup.isna().all()
-    assert "[1] DataParallel had one device and ran the plain model" in text
-    assert "DataParallel had only one device and cannot be judged here" in text
+    assert "[1] DataParallel had one device" in text
+    assert "DataParallel had only one device" in verdict_of(text)
     assert "2.00" not in text
-    assert f"{CPU}: CPU workers standing in for GPUs." in text
+    assert f"{CPU}: CPU workers standing in for GPUs" in text
 
 
 def test_a_run_that_has_only_a_warm_up_has_no_speed(tmp_path: Path, compared: Compared) -> None:
@@ -446,8 +470,8 @@ def test_a_run_that_has_only_a_warm_up_has_no_speed(tmp_path: Path, compared: Co
     one, two = table.iloc[0], table.iloc[1]
     assert pd.isna(one.images_per_s) and one.test_accuracy == 98.0
     assert cells(text, "single", 1)[1:5] == ["-", "-", "-", "-"] and "98.00" in cells(text, "single", 1)
-    assert "needs --epochs 2 or more" in one.why
-    assert pd.isna(two.speedup) and "the 1-device run to compare with (single) has only a warm-up" in two.why
+    assert "only a warm-up" in one.why
+    assert pd.isna(two.speedup) and "only a warm-up" in two.why
     assert "?" not in text and "nan" not in text.lower()
 
 
@@ -465,8 +489,8 @@ def test_synthetic_data_and_mixed_versions_are_announced(tmp_path: Path, compare
     write_run(tmp_path, "one", [10, 1000], dataset="synthetic")
     write_run(tmp_path, "two", [10, 1000], torch_version="2.14.0")
     text, _, _ = compared()
-    assert "SYNTHETIC DATA: generated digits, NOT MNIST." in text
-    assert "The runs mix PyTorch versions: 2.14.0, 2.15.0." in text
+    assert "SYNTHETIC DATA" in text
+    assert "2.14.0, 2.15.0" in text
     assert "NOT MNIST" in (tmp_path / "out" / "comparison.md").read_text()
     (tmp_path / "one.only").mkdir()
     write_run(tmp_path / "one.only", "real", [10, 1000])
@@ -518,7 +542,7 @@ def test_plot_results_writes_table_and_figures(plot: Callable, tmp_path: Path) -
     assert (done.returncode, done.stderr) == (0, "")
     assert cells(done.stdout, "ddp", 2)[1:4] == ["1650", "1600..1700", "1.65"]
     assert "s to 98 %" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("DDP on 2 workers trained 1.65x as fast as single")
+    assert "1.65x" in verdict_of(done.stdout)
     assert f"Written to out: {', '.join(written)}\n" in done.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(written)
     for name in FIGURES:
@@ -544,13 +568,9 @@ def test_a_table_of_an_own_training(tmp_path: Path, compared: Compared) -> None:
     rows = seen.table[seen.table.stage == "depth"]
     assert list(rows.speedup) == [1, 1.8, 3.2] and set(rows.baseline) == {"depth"}
     assert list(seen.table[seen.table.stage == "ddp"].speedup) == [1.6]
-    assert "speedup against depth on one device: no single run is equal." in seen.text
+    assert "speedup against depth" in seen.text
     assert f"{GPU}, mnist: " in seen.text and f"{GPU}, rooms, UNet: " in seen.text
-    assert seen.text.splitlines()[-1] == (
-        "On mnist, Net: DDP on 2 workers trained 1.60x as fast as single (80 % efficiency at global batch "
-        "256); there is no DataParallel run; on rooms, UNet: depth on 4 workers trained 3.20x as fast as "
-        "depth on one (80 % efficiency at global batch 256)."
-    )
+    assert numbers_in(verdict_of(seen.text)) == ["2", "1.60", "80", "256", "4", "3.20", "80", "256"]
     for name in FIGURES:
         assert seen.titles(name) == [f"{GPU} mnist", f"{GPU} rooms, UNet"]
     assert seen.legend("speedup.png") == ["ideal", "DDP, batch 256", "depth, batch 256"]
@@ -566,16 +586,18 @@ def test_own_name_on_the_tutorials_network(tmp_path: Path, compared: Compared) -
     text, table, _ = compared()
     assert list(table.stage) == ["single", "ddp", "a copy of dp", "buckets", "buckets"]
     assert list(table.speedup) == [1, 1.6, 0.7, 0.9, 1.7] and set(table.baseline) == {"single"}
-    assert "buckets on 2 workers trained 1.70x as fast as single (85 %" in text
-    assert "a copy of dp on 2 devices trained 0.70x as fast as single" in text
-    assert "there is no" not in text
+    of_ddp = ["2", "1.60", "80", "256"]
+    of_dp = ["2", "0.70", "35", "256"]
+    of_buckets = ["2", "1.70", "85", "256"]
+    assert numbers_in(verdict_of(text))[:12] == of_ddp + of_dp + of_buckets
+    assert "there is no" not in verdict_of(text)
 
 
 def test_a_table_without_accuracy(tmp_path: Path, compared: Compared) -> None:
     """A regression has none: a dash in the table, and no figure. Nothing is said of the tutorial's stages."""
     write_run(tmp_path, "one", [10, 50, 50], **own(1, test_accuracy=float("nan")))
     seen = compared()
-    assert seen.text.splitlines()[-1] == "depth had only one worker and cannot be judged here."
+    assert "cannot be judged" in verdict_of(seen.text) and "there is no" not in verdict_of(seen.text)
     assert cells(seen.text, "depth", 1)[5:] == ["[1]", "-", "30.0", "300", "1", "3"]
     assert list(seen.figures) == ["throughput.png"]
 
