@@ -74,18 +74,19 @@ def test_runs_within_a_node_make_no_crossing_free() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, why",
+    "shape, key_words",
     [
         (Shape(2, 1, 64), ""),
         (Shape(4, 1, 64), ""),
-        (Shape(8, 1, 64), "more than 2 times the 2 device(s) that were measured"),
-        (Shape(2, 2, 64), "no exchange between nodes was measured"),
-        (Shape(2, 1, 1_000_000), "1000000 images on each device are far from the 64 to 1024"),
+        (Shape(8, 1, 64), "2 times the 2 device(s)"),
+        (Shape(2, 2, 64), "between nodes"),
+        (Shape(2, 1, 1_000_000), "far from the 64 to 1024"),
     ],
     ids=str,
 )
-def test_what_was_never_observed_is_not_predicted(shape: Shape, why: str) -> None:
-    assert scaling.fit(runs_of(ring)).why_unknown(shape).startswith(why)
+def test_what_was_never_observed_is_not_predicted(shape: Shape, key_words: str) -> None:
+    why = scaling.fit(runs_of(ring)).why_unknown(shape)
+    assert key_words in why and bool(why) == bool(key_words)
 
 
 def test_no_prediction_is_below_nothing() -> None:
