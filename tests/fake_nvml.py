@@ -12,8 +12,9 @@ What the binding makes of a driver's answers, and how long a call takes, only a 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple, NoReturn
 
 import pynvml
 
@@ -32,67 +33,91 @@ GPU = {
     "temperature_c": 30,
     "pids": (),  # such as (1234, 1235)
 }
-OF_A_SLICE = ("name", "memory_mb", "memory_limit_mb", "pids")  # the rest is known of whole cards only
-NUMBERS = {
-    "nvmlDeviceGetName": ("name", 1),
-    "nvmlDeviceGetPowerUsage": ("power_w", 1000),
-    "nvmlDeviceGetEnforcedPowerLimit": ("power_limit_w", 1000),
-    "nvmlDeviceGetTotalEnergyConsumption": ("energy_j", 1000),
-    "nvmlDeviceGetClockInfo": ("clock_mhz", 1),
-    "nvmlDeviceGetMaxClockInfo": ("clock_limit_mhz", 1),
-    "nvmlDeviceGetTemperature": ("temperature_c", 1),
+# The rest is known of whole cards only.
+KNOWN_OF_A_SLICE = ("name", "memory_mb", "memory_limit_mb", "pids")
+BYTES_PER_MB = 10**6
+
+
+class Reading(NamedTuple):
+    """What a function of NVML answers: a value of `GPU`, times what it counts in."""
+
+    value: str
+    per_unit: int
+
+
+READINGS = {
+    "nvmlDeviceGetName": Reading("name", per_unit=1),
+    "nvmlDeviceGetPowerUsage": Reading("power_w", per_unit=1000),
+    "nvmlDeviceGetEnforcedPowerLimit": Reading("power_limit_w", per_unit=1000),
+    "nvmlDeviceGetTotalEnergyConsumption": Reading("energy_j", per_unit=1000),
+    "nvmlDeviceGetClockInfo": Reading("clock_mhz", per_unit=1),
+    "nvmlDeviceGetMaxClockInfo": Reading("clock_limit_mhz", per_unit=1),
+    "nvmlDeviceGetTemperature": Reading("temperature_c", per_unit=1),
 }
 
 
 class Nvml(ModuleType):
-    """Has pynvml's numbers and errors; `init` is an error of nvmlInit, and a handle is a place."""
+    """Has pynvml's numbers and errors; `init` is an error of nvmlInit, and a handle is an index of `gpus`."""
 
-    def __init__(self, gpus: list[dict[str, object]] = (), init: str | None = None) -> None:
+    def __init__(self, gpus: Sequence[dict[str, object]] = (), init: str | None = None) -> None:
         super().__init__("pynvml")
-        real = {name: value for name, value in vars(pynvml).items() if not name.startswith("nvmlDevice")}
-        vars(self).update(real)
-        uuid = "GPU-{:08}-0000-0000-0000-000000000000".format
-        self._gpus = [GPU | {"uuid": uuid(place)} | gpu for place, gpu in enumerate(gpus)]
-        self._cards = [place for place, gpu in enumerate(self._gpus) if not gpu["uuid"].startswith("MIG-")]
+        for name, value in vars(pynvml).items():
+            if not name.startswith("nvmlDevice"):
+                setattr(self, name, value)
+        self._gpus = []
+        for index, gpu in enumerate(gpus):
+            uuid = f"GPU-{index:08}-0000-0000-0000-000000000000"
+            self._gpus.append(GPU | {"uuid": uuid} | gpu)
+        self._uuids = [gpu["uuid"] for gpu in self._gpus]
+        self._cards = [index for index, uuid in enumerate(self._uuids) if not uuid.startswith("MIG-")]
         self._calls: Counter = Counter()
         self.nvmlInit = lambda: self._raise(init) if init else None
-        self.nvmlDeviceGetCount = lambda: len(self._cards)
-        self.nvmlDeviceGetHandleByIndex = lambda index: self._find(index, self._cards)
-        self.nvmlDeviceGetHandleByUUID = lambda uuid: self._find(uuid, [gpu["uuid"] for gpu in self._gpus])
-        self.nvmlDeviceGetIndex = self._cards.index
-        for function, (name, units) in NUMBERS.items():
-            setattr(self, function, self._number(name, units))
+        for function, reading in READINGS.items():
+            setattr(self, function, self._answers(reading))
 
-    def _find(self, name: object, names: list[object]) -> int:
-        return names.index(name) if name in names else self._raise("NOT_FOUND")
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802  NVML's own names
+        return len(self._cards)
 
-    def _raise(self, error: str) -> None:
-        raise self.NVMLError(getattr(self, f"NVML_ERROR_{error}"))
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return self._cards.index(index) if index in self._cards else self._raise("NOT_FOUND")
 
-    def _answer(self, place: int, name: str) -> object:
-        value = self._gpus[place][name]
-        if place not in self._cards and name not in OF_A_SLICE:
-            value = "NOT_SUPPORTED"
-        self._calls[place, name] += 1
-        if isinstance(value, list):
-            value = value[min(self._calls[place, name], len(value)) - 1]
-        if hasattr(self, f"NVML_ERROR_{value}"):
-            self._raise(value)
-        return value
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
+        return self._uuids.index(uuid) if uuid in self._uuids else self._raise("NOT_FOUND")
 
-    def _number(self, name: str, units: int) -> Callable[..., object]:
-        return lambda place, *_: self._answer(place, name) * units
+    def nvmlDeviceGetIndex(self, gpu: int) -> int:  # noqa: N802
+        return self._cards.index(gpu)
 
-    def nvmlDeviceGetMemoryInfo(self, place: int) -> SimpleNamespace:  # noqa: N802  NVML's own names
-        used, total = (self._answer(place, name) * 10**6 for name in ("memory_mb", "memory_limit_mb"))
-        return SimpleNamespace(used=used, total=total)
+    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> SimpleNamespace:  # noqa: N802
+        used_mb = self._answer(gpu, "memory_mb")
+        total_mb = self._answer(gpu, "memory_limit_mb")
+        return SimpleNamespace(used=used_mb * BYTES_PER_MB, total=total_mb * BYTES_PER_MB)
 
-    def nvmlDeviceGetUtilizationRates(self, place: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(gpu=self._answer(place, "utilisation"))
+    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(gpu=self._answer(gpu, "utilisation"))
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, place: int) -> int:  # noqa: N802
-        names = self._answer(place, "throttled").split()
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: int) -> int:  # noqa: N802
+        names = self._answer(gpu, "throttled").split()
         return sum(getattr(self, f"nvmlClocksThrottleReason{name}") for name in names)
 
-    def nvmlDeviceGetComputeRunningProcesses(self, place: int) -> list[SimpleNamespace]:  # noqa: N802
-        return [SimpleNamespace(pid=pid) for pid in self._answer(place, "pids")]
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: int) -> list[SimpleNamespace]:  # noqa: N802
+        return [SimpleNamespace(pid=pid) for pid in self._answer(gpu, "pids")]
+
+    def _answers(self, reading: Reading) -> Callable[..., object]:
+        """Return the function of NVML that answers with a reading; it may get more than the GPU."""
+        return lambda gpu, *_: self._answer(gpu, reading.value) * reading.per_unit
+
+    def _answer(self, gpu: int, name: str) -> object:
+        """Return the next answer for a value of a GPU, or raise it if it is an error."""
+        answer = self._gpus[gpu][name]
+        if gpu not in self._cards and name not in KNOWN_OF_A_SLICE:
+            answer = "NOT_SUPPORTED"
+        self._calls[gpu, name] += 1
+        if isinstance(answer, list):
+            call = min(self._calls[gpu, name], len(answer))
+            answer = answer[call - 1]
+        if hasattr(self, f"NVML_ERROR_{answer}"):
+            self._raise(answer)
+        return answer
+
+    def _raise(self, error: str) -> NoReturn:
+        raise self.NVMLError(getattr(self, f"NVML_ERROR_{error}"))

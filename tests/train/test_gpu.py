@@ -31,7 +31,7 @@ from conftest import (
     stage_command,
     succeeded,
 )
-from test_collector import NOBODY, notes, sampled, seen
+from sampling import NO_RANK, notes_so_far, rows_so_far, running_sampler
 from test_slow_ranks import of_ranks
 
 from trainkit.record import samples
@@ -247,14 +247,14 @@ def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
 def test_the_sampler_sees_what_every_gpu_does(tmp_path: Path) -> None:
     """While they train for some seconds. In a container NVML may not show whose processes it sees."""
     sizes = ("--epochs", 1, "--train-size", 5_000_000 * GPUS, "--batch-size", 512 * GPUS)
-    with sampled(tmp_path, period=0.5, **WITH_GPUS):
+    with running_sampler(tmp_path, period=0.5, **WITH_GPUS):
         train("ddp", tmp_path, *sizes, processes=GPUS, env={"TRAINKIT_JOB_DIR": str(tmp_path)})
-    rows = pd.DataFrame(seen(tmp_path, samples.GPU))
+    rows = pd.DataFrame(rows_so_far(tmp_path, samples.GPU))
     for number, gpu in rows.groupby("number"):
         assert gpu["name"].str.len().gt(0).all()
         assert gpu.utilisation.max() > 0
         assert gpu.memory_mb.gt(0).all() and gpu.memory_mb.lt(gpu.memory_limit_mb).all()
-        assert gpu.power_w.max() > gpu.power_w.min() > 0, notes(tmp_path)
+        assert gpu.power_w.max() > gpu.power_w.min() > 0, notes_so_far(tmp_path)
         assert gpu.power_limit_w.gt(0).all()
         assert gpu.clock_mhz.max() <= gpu.clock_limit_mhz.max()
         assert gpu.temperature_c.between(5, 110).all()
@@ -263,7 +263,7 @@ def test_the_sampler_sees_what_every_gpu_does(tmp_path: Path) -> None:
         assert not joules <= 0.5 * gpu.power_w.min() * seconds, number
         assert not joules >= 2 * gpu.power_w.max() * seconds, number
     assert rows.number.nunique() == GPUS
-    assert NOBODY == "?" or {*rows.ranks} >= {str(rank) for rank in range(GPUS)}
+    assert NO_RANK == "?" or {*rows.ranks} >= {str(rank) for rank in range(GPUS)}
 
 
 def test_debug_has_nccl_write_what_it_does(tmp_path: Path) -> None:

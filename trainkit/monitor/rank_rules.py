@@ -240,10 +240,10 @@ def find_idle_cpus(job: SampledJob) -> Issue | None:
 
 def _own_shares(job: SampledJob) -> pd.Series:
     """Return the share of the training time that each rank works itself; none if alone, or if unknown."""
-    own = job.rank_shares.own
-    if len(own) > 1 and (own > 0).all():
-        return own
-    return own[:0]
+    own_shares = job.rank_shares.own
+    if len(own_shares) > 1 and (own_shares > 0).all():
+        return own_shares
+    return own_shares[:0]
 
 
 RULES = (

@@ -48,8 +48,8 @@ class SampleTables:
     def split(cls, table: pd.DataFrame) -> "SampleTables":
         """Split one table of all samples."""
         groups = {
-            what: table[table.what == what].groupby(["node", "number"], sort=False)
-            for what in (samples.NODE, samples.GPU, samples.RANK)
+            kind: table[table.what == kind].groupby(["node", "number"], sort=False)
+            for kind in (samples.NODE, samples.GPU, samples.RANK)
         }
         return cls(
             nodes={node: rows for (node, _), rows in groups[samples.NODE]},

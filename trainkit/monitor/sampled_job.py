@@ -158,14 +158,14 @@ class SampledJob:
     @cached_property
     def gpus_of_ranks(self) -> dict[RankId, list[GpuId]]:
         """Return the GPUs of each rank that was seen on one."""
-        found: dict[RankId, set[GpuId]] = {}
+        gpus_of_ranks: dict[RankId, set[GpuId]] = {}
         for gpu, rows in (self.judged.gpus or self.sampled.gpus).items():
             # A cell is such as 0+1, or a sign in place of a rank.
             for cell in rows.ranks.astype(str).unique():
                 for rank in cell.split("+"):
                     if rank.isdecimal():
-                        found.setdefault(RankId(gpu.node, int(rank)), set()).add(gpu)
-        return {rank: sorted(gpus) for rank, gpus in sorted(found.items())}
+                        gpus_of_ranks.setdefault(RankId(gpu.node, int(rank)), set()).add(gpu)
+        return {rank: sorted(gpus) for rank, gpus in sorted(gpus_of_ranks.items())}
 
     # --- GPUs ---------------------------------------------------------------------------------------
 

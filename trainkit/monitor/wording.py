@@ -119,25 +119,25 @@ def next_request_sentence(too_much: list[Request]) -> str:
 
 def last_ranks_words(verdict: Verdict) -> str:
     """Return words on the ranks that were there in the last samples, and what they did; "" for none."""
-    words = []
+    texts = []
     if verdict.last_ranks.idle:
-        words.append(f"{name_locations(verdict.last_ranks.idle)} (idle)")
+        texts.append(f"{name_locations(verdict.last_ranks.idle)} (idle)")
     if verdict.last_ranks.at_work:
-        words.append(f"{name_locations(verdict.last_ranks.at_work)} (at work)")
-    return " and ".join(words)
+        texts.append(f"{name_locations(verdict.last_ranks.at_work)} (at work)")
+    return " and ".join(texts)
 
 
 def devices_words(devices: Devices) -> str:
     """Return words such as "2 x NVIDIA H100 on 2 nodes"."""
     if devices.gpus and devices.gpu_name:
-        words = f"{devices.gpus} x {devices.gpu_name}"
+        text = f"{devices.gpus} x {devices.gpu_name}"
     elif devices.gpus:
-        words = _count(devices.gpus, "GPU")
+        text = _count(devices.gpus, "GPU")
     else:
-        words = _count(devices.cpu_workers, "CPU worker")
+        text = _count(devices.cpu_workers, "CPU worker")
     if devices.nodes > 1:
-        words += f" on {devices.nodes} nodes"
-    return words
+        text += f" on {devices.nodes} nodes"
+    return text
 
 
 def name_locations(locations: list[Location]) -> str:
@@ -150,12 +150,12 @@ def name_locations(locations: list[Location]) -> str:
     nodes = sorted({location.node for location in locations})
     if len(nodes) > MOST_NODES_TO_NAME or len(locations) > MOST_LOCATIONS_TO_NAME:
         return f"{_count(len(locations), noun)} on {_count(len(nodes), 'node')}"
-    words = []
+    texts = []
     for node in nodes:
         numbers = sorted(_number(location) for location in locations if location.node == node)
         plural = "s" if len(numbers) > 1 else ""
-        words.append(f"{noun}{plural} {', '.join(map(str, numbers))} on {node}")
-    return " and ".join(words)
+        texts.append(f"{noun}{plural} {', '.join(map(str, numbers))} on {node}")
+    return " and ".join(texts)
 
 
 # --- the issues -------------------------------------------------------------------------------------
@@ -364,10 +364,10 @@ def _debugger(is_plain: bool) -> str:
 
 
 def _power_words(power: PowerReading) -> str:
-    words = f"{power.power_w:.0f} of {power.limit_w:.0f} W"
+    text = f"{power.power_w:.0f} of {power.limit_w:.0f} W"
     if power.utilisation_percent >= 0:
-        words += f", utilisation {power.utilisation_percent:.0f} %"
-    return words
+        text += f", utilisation {power.utilisation_percent:.0f} %"
+    return text
 
 
 def _number(location: GpuId | RankId) -> int:
