@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainkit import devices as device
+from trainkit import devices
 from trainkit.data import datasets
-from trainkit.distributed import launchers as place
-from trainkit.distributed import process_group
+from trainkit.distributed import launchers, process_group
 from trainkit.distributed.launchers import node
 from trainkit.doctor.checkup import FAULT, FIXES, OK, STEP_SECONDS, WARNING, Finding, in_words, send
 from trainkit.training import clock, run  # noqa: F401  as a rank imports it
@@ -49,8 +48,8 @@ def mnist(data_dir: Path) -> Iterator[Finding]:
 
 def gpus(tasks: int | None) -> Iterator[Finding]:
     """Check this rank's GPU, chosen as in a training; one rank of a node checks those of all `tasks`."""
-    chosen = device.choose_device(place.read(), use_cuda=True)
-    free = device.accelerator_of(chosen).free_memory_share(chosen)
+    chosen = devices.choose_device(launchers.read(), use_cuda=True)
+    free = devices.accelerator_of(chosen).free_memory_share(chosen)
     if free < LEAST_FREE_MEMORY:
         message = f"{1 - free:.0%} of its GPU's memory is taken before the training starts"
         fix = f"another program computes there; to avoid the node: sbatch --exclude={node()}"
@@ -60,8 +59,8 @@ def gpus(tasks: int | None) -> Iterator[Finding]:
 
 
 def _gpus_of_the_node(tasks: int) -> Iterator[Finding]:
-    allocated = device.gpus_given() or 0
-    visible = len(device.gpus())
+    allocated = devices.gpus_given() or 0
+    visible = len(devices.gpus())
     if allocated and allocated != tasks:
         message = f"{tasks} task(s) for {allocated} GPU(s): there has to be one task per GPU"
         fix = f"sbatch --ntasks-per-node={allocated} --gpus-per-node={allocated}"
@@ -73,7 +72,7 @@ def _gpus_of_the_node(tasks: int) -> Iterator[Finding]:
         fix = "use --gpus-per-node instead of --gpus-per-task, and leave out --gpu-bind"
         yield Finding("gpus", WARNING, message, fix)
     if visible:
-        yield Finding("gpus", OK, f"{device.cards()}, {device.build_and_backend()}")
+        yield Finding("gpus", OK, f"{devices.cards()}, {devices.build_and_backend()}")
     elif allocated:
         # Those of another cluster were refused earlier.
         message = f"{allocated} virtual GPU(s) of the practice cluster: the ranks train on the CPU"
@@ -89,9 +88,9 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
     Raises:
         UserError: if the data cannot be read.
     """
-    version = f"torch {torch.__version__.partition('+')[0]} for {device.build_and_backend()}"
+    version = f"torch {torch.__version__.partition('+')[0]} for {devices.build_and_backend()}"
     findings = [Finding("environment", OK, f"{sys.executable}, {version}")]
-    if device.build() == "the CPU only" and most_gpus:
+    if devices.build() == "the CPU only" and most_gpus:
         message = f"PyTorch is for the CPU only, but nodes of this cluster have up to {most_gpus} GPUs"
         fix = "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
         findings.append(Finding("gpus", FAULT, message, fix))
@@ -121,13 +120,13 @@ def join() -> Iterator[Finding]:
 
 def all_reduce(nodes: int) -> Iterator[Finding]:
     """Check that sums over all ranks are correct, and time them; rank 0 reports the rows."""
-    chosen = device.choose_device(place.read(), use_cuda=True)
+    chosen = devices.choose_device(launchers.read(), use_cuda=True)
     facts = {
         "nodes": nodes,
         "job": os.environ["SLURM_JOB_ID"],
         "ranks": process_group.count(),
         "backend": dist.get_backend(),
-        "device_name": device.device_name(chosen),
+        "device_name": devices.device_name(chosen),
     }
     rows = []
     for size_bytes in SIZES_BYTES:

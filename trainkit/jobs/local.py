@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainkit import job_folder
-from trainkit.distributed import launchers as place
+from trainkit.distributed import launchers
 from trainkit.jobs.stages import REPOSITORY
 from trainkit.record import samples
 
@@ -47,7 +47,7 @@ def variables(
         job_folder.VARIABLE: str(folder),
         GPUS: ",".join(_chosen_gpus(gpus)),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(place.free_port()),
+        "MASTER_PORT": str(launchers.free_port()),
         "OMP_NUM_THREADS": str(threads),
         # A script that is killed leaves what it has printed.
         "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
@@ -142,7 +142,7 @@ def outside_of_jobs() -> dict[str, str]:
     variables = {}
     for name, value in os.environ.items():
         of_the_job = in_a_job and name.startswith("SLURM_") and name != "SLURM_CONF"
-        if not of_the_job and not place.LEFT_BY_LAUNCHERS.fullmatch(name):
+        if not of_the_job and not launchers.LEFT_BY_LAUNCHERS.fullmatch(name):
             variables[name] = value
     return variables
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.distributed import launchers as place
+from trainkit.distributed import launchers
 from trainkit.errors import reason
 
 # A command of Slurm may take so long. Its own limit is mostly 10 seconds per try.
@@ -129,7 +129,7 @@ def job_of_this_shell() -> str:
         return ""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     how_to_use_it = "`SLURM_SUBMIT_DIR=$PWD bash slurm_submit.sh`, in the folder of a stage, trains there"
-    if place.job_id():
+    if launchers.job_id():
         # This is one of its nodes, where a job script cannot call srun.
         how_to_use_it = "--local runs here"
     return (

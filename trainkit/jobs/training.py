@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from trainkit import job_folder
-from trainkit.distributed import launchers as place
+from trainkit.distributed import launchers
 from trainkit.jobs import plain
 from trainkit.jobs.local import GPUS, VISIBLE
 from trainkit.jobs.stages import Stage
@@ -48,7 +48,7 @@ class Training:
         os.environ["WORLD_SIZE"] = str(job.num_tasks)
         os.environ["LOCAL_RANK"] = str(job.local_rank)
         os.environ["LOCAL_WORLD_SIZE"] = str(
-            place.local_world_size_of_step(os.environ, job.num_tasks, job.num_nodes)
+            launchers.local_world_size_of_step(os.environ, job.num_tasks, job.num_nodes)
         )
         os.environ["GROUP_WORLD_SIZE"] = str(job.num_nodes)
         on_this_machine = job.cluster == "local"
