@@ -1,11 +1,13 @@
 """A copy of the checkout for tests: with a site file, results and faults of its own, and Slurm or none."""
 
+import ast
 import itertools
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +159,34 @@ class Checkout:
         for stage in FOLDERS:
             self.script(stage).write_text(pretended(stage))
 
+    def plant(self, where: str, code: str, at_import: bool = False) -> None:
+        """Put code at the beginning of main() of a stage's training script, or of another file.
+
+        With `at_import`, in front of its imports. For what is to happen later in a training, the module
+        `faults` has the moments.
+        """
+        path = self.script(where) if where in FOLDERS else self.folder / where
+        text = path.read_text()
+        module = ast.parse(text)
+        if at_import:
+            first = module.body[1]  # after the docstring
+        else:
+            (main,) = (
+                node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "main"
+            )
+            first = main.body[0]
+        imports = "import faults\n" if "faults." in code else ""
+        imports += "import os, signal, sys, threading, time\n"
+        planted = textwrap.indent(imports + textwrap.dedent(code).strip() + "\n", " " * first.col_offset)
+        lines = text.splitlines(keepends=True)
+        lines.insert(first.lineno - 1, planted)
+        path.write_text("".join(lines))
+
+    def redefine(self, module: str, code: str) -> None:
+        """Put a definition at the end of a module, where it takes the place of the one before."""
+        with (self.folder / module).open("a") as file:
+            file.write(f"\n\n{code}\n")
+
     def insert(self, where: str, line: str, before: str) -> None:
         """Put a line into a stage's training script, or another file, in front of the one that begins so."""
         path = self.script(where) if where in FOLDERS else self.folder / where
@@ -164,10 +194,6 @@ class Checkout:
         (at,) = re.finditer(rf"^( *){re.escape(before)}", text, re.MULTILINE)
         planted = f"{at[1]}import os, signal, sys, threading, time\n{at[1]}{line}\n"
         path.write_text(text[: at.start()] + planted + text[at.start() :])
-
-    def plant(self, stage: str, fault: str) -> None:
-        """Put a line at the beginning of a stage's main()."""
-        self.insert(stage, fault, before="opts = options.parse")
 
     def fake(self, command: str, script: str) -> None:
         """A command of Slurm that does what the shell script says."""

@@ -81,8 +81,18 @@ for name in list(ENVIRONMENT):
 
 # Files beyond the stages, or around their edges, are for `make test-all`; so is each test of the cluster.
 LONG_FILES = {
-    *("test_beyond", "test_gpt", "test_lightning", "test_sharded", "test_tabular", "test_vae_counts"),
-    *("test_worked_trainings", "test_breakdown", "test_capture", "test_storage_failures", "test_torchrun"),
+    "test_beyond",
+    "test_breakdown",
+    "test_capture",
+    "test_gpt",
+    "test_lightning",
+    "test_meeting",
+    "test_sharded",
+    "test_storage_failures",
+    "test_tabular",
+    "test_torchrun",
+    "test_vae_counts",
+    "test_worked_trainings",
 }
 NO_CLUSTER = "no practice cluster: "  # and why
 

@@ -249,8 +249,8 @@ def test_submitted_from_another_folder(on_cluster: Checkout) -> None:
 
 
 def test_a_rank_that_fails_ends_the_job_and_is_named(on_cluster: Checkout) -> None:
-    fault = "if epoch == 2 and here.rank == 1: raise ValueError('planted')"
-    on_cluster.insert("ddp", fault, before="run.end_of_epoch(")
+    fault = "faults.at_end_of_epoch(2, lambda: faults.fail(ValueError('planted')))"
+    on_cluster.plant("ddp", f"if faults.rank() == 1: {fault}")
     log = on_cluster.fail("srun", *SMALL)
     last = log.strip().splitlines()[-4:]
     assert "error on rank 1: ValueError: planted" in "\n".join(last), log

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from textwrap import dedent, indent
 
 import pytest
 import torch
@@ -11,14 +12,12 @@ from conftest import Script, assert_same_end, places, rows_of, succeeded
 
 SMALL = ("--test-size", 100, "--width", 4, "--precision", "fp32")
 TRAINING = (*SMALL, "--epochs", 2, "--train-size", 800, "--batch-size", 40, "--save-model", "--lr", 0.1)
-# Each rank sends the signals to itself, so that they come at that very moment.
-HERE = "os.kill(os.getpid(), signal.{})"
-START = "os.environ.get('SLURM_RESTART_COUNT', '0') == '{}'"
-ONE = "os.environ.get('LOCAL_RANK', os.environ['SLURM_LOCALID']) == '1'"
 
 
-def when(start: int, line: str) -> str:
-    return f"if {START.format(start)}: {line}"
+def when(start: int, code: str) -> str:
+    """Return code that runs in this start of a job only: 0 for the first one."""
+    condition = f"if os.environ.get('SLURM_RESTART_COUNT', '0') == '{start}':"
+    return f"{condition}\n{indent(dedent(code).strip(), '    ')}"
 
 
 @pytest.fixture(scope="module")
@@ -29,25 +28,28 @@ def never_stopped(script: Script, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-USR2, TERM = HERE.format("SIGUSR2"), HERE.format("SIGTERM")
-# Where a rank is, what comes there, and how the log tells of it.
+# Each rank sends the signals to itself, so that they come at that very moment.
+USR2, TERM = (f"os.kill(os.getpid(), signal.{name})" for name in ("SIGUSR2", "SIGTERM"))
+AT_EACH_SAVE = f"""
+save = torch.save
+
+def save_and_hear(*arguments, **named):
+    {USR2}
+    save(*arguments, **named)
+
+torch.save = save_and_hear
+"""
+# Where a rank is, what is planted for it, and how the log tells of it.
 MOMENTS = {
-    "importing": (
-        "ddp",
-        "from trainkit.data import loaders as batches",
-        USR2,
-        "stopped after step 1 of epoch 1",
-    ),
+    "importing": (USR2, "stopped after step 1 of epoch 1"),
     # While the group forms: rank 0 comes later.
     "meeting": (
-        "ddp",
-        "here = process_group.join",
-        f"threading.Timer(0.3, lambda: {TERM}).start() if {ONE} else time.sleep(1)",
+        f"threading.Timer(0.3, lambda: {TERM}).start() if faults.rank() == 1 else time.sleep(1)",
         "stopped after ",
     ),
     # At the first step, and at every step after it.
-    "training": ("ddp", "optimizer.zero_grad()", f"{USR2}; {TERM}", "stopped after step "),
-    "saving": ("trainkit/training/state_file.py", "torch.save(state, file)", USR2, "stopped after "),
+    "training": (f"faults.before_every_step(lambda optimizer: ({USR2}, {TERM}))", "stopped after step "),
+    "saving": (AT_EACH_SAVE, "stopped after "),
 }
 JOBS = {"srun": ["importing", "training"], "torchrun": ["meeting"], "submitit": ["saving"]}
 # Ends at the first signal, and asks for the way back. It loads no PyTorch: the signals are Slurm's.
@@ -86,8 +88,8 @@ def test_a_signal_at_any_moment(launcher: str, on_cluster: Checkout, never_stopp
     """One job, which is stopped at another moment after every start, and ends where the others end."""
     told = []
     for start, moment in enumerate(JOBS[launcher]):
-        where, before, comes, tells = MOMENTS[moment]
-        on_cluster.insert(where, when(start, comes), before=before)
+        planted, tells = MOMENTS[moment]
+        on_cluster.plant("ddp", when(start, planted), at_import=moment == "importing")
         told.append(tells)
     # During the requeue: the batch script gets SIGTERM from it anyway, and here once more before.
     # By the site file, as on the nodes Slurm's own commands come before those of `fake`.
@@ -117,8 +119,15 @@ def test_a_signal_while_the_ranks_evaluate(
     on_cluster: Checkout, script: Script, never_stopped: Path, tmp_path: Path
 ) -> None:
     """Without Slurm, which makes no difference there."""
-    stops = f"epoch == 1 and model.module.register_forward_hook(lambda *_: {TERM})"
-    on_cluster.insert("ddp", stops, before="run.end_of_epoch(")
+    planted = f"""
+        from torch.nn.modules.module import register_module_forward_hook
+
+        def stop_the_next_pass(optimizer):
+            register_module_forward_hook(lambda *_: {TERM})
+
+        faults.after_step({800 // 40}, stop_the_next_pass)  # the last one of the epoch
+    """
+    on_cluster.plant("ddp", planted)
     given = (*TRAINING, *places(tmp_path))
     assert "stopped after epoch 1" in script(on_cluster.script("ddp"), *given, ranks=2).stdout
     assert "resumed from" in succeeded(script("ddp", *given, ranks=2)).stdout
@@ -128,8 +137,7 @@ def test_a_signal_while_the_ranks_evaluate(
 
 def test_a_preempted_job_saves_and_comes_back_by_itself(on_cluster: Checkout) -> None:
     """A job of the partition urgent takes its node. Its ranks get SIGTERM; the batch script hears nothing."""
-    slow = when(0, "time.sleep(0.2)")
-    on_cluster.insert("single", slow, before="optimizer.zero_grad()")
+    on_cluster.plant("single", when(0, "faults.before_every_step(lambda optimizer: time.sleep(0.2))"))
     job = on_cluster.submit("single", *TRAINING, sbatch=("--nodelist=n1", "--exclusive"))
     on_cluster.wait_for("\nstage single", job)
     urgent = on_cluster.cluster.submit(
@@ -151,7 +159,7 @@ def test_a_preempted_job_saves_and_comes_back_by_itself(on_cluster: Checkout) ->
 
 def test_a_job_that_ends_well_while_it_is_preempted_trains_once(on_cluster: Checkout) -> None:
     """Newer Slurm (seen: 24.11) starts it again, and it does nothing more then."""
-    on_cluster.insert("single", when(0, "time.sleep(6)"), before="run.finish()")
+    on_cluster.plant("single", when(0, "faults.after_epoch(2, lambda: time.sleep(6))"))
     job = on_cluster.submit("single", *TRAINING, sbatch=("--nodelist=n1", "--exclusive"))
     on_cluster.wait_for("epoch 2/2", job)
     urgent = on_cluster.cluster.submit(
@@ -167,7 +175,7 @@ def test_a_job_that_ends_well_while_it_is_preempted_trains_once(on_cluster: Chec
 
 def test_scancel_saves_and_the_job_stays_away(on_cluster: Checkout) -> None:
     on_cluster.site("activate_environment() { trap '' TERM HUP; }\n")  # as some scripts do
-    on_cluster.insert("ddp", "time.sleep(0.05)", before="optimizer.zero_grad()")
+    on_cluster.plant("ddp", "faults.before_every_step(lambda optimizer: time.sleep(0.05))")
     job = on_cluster.submit("srun", *TRAINING, "--epochs", 1000)
     on_cluster.wait_for("epoch 1/", job)
     on_cluster.cluster.run(["scancel", "--batch", "--signal=USR1", job])  # some scripts ask for it

@@ -107,7 +107,7 @@ def test_the_environment_of_local_processes(checkout: Checkout) -> None:
 
 def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
     """Without Slurm all of them are used, but for one process one; and no more than there are."""
-    checkout.insert("trainkit/jobs/local.py", "return 3", before="device_nodes =")
+    checkout.redefine("trainkit/jobs/local.py", "def gpus_here(): return 3")
     checkout.script("ddp").write_text(FACTS)
     sizes = ("--batch-size", 66)
     # What the shell has chosen; AMD's variable is the one that counts, where there are both.
@@ -276,8 +276,8 @@ def test_what_slurm_refuses(arguments: str, sentence: str, on_cluster: Checkout)
 
 def test_a_preempted_job_that_ended_well_is_done(on_cluster: Checkout) -> None:
     """Slurm before 26.05 (seen: 24.11) calls it PREEMPTED where the cluster cancels preempted jobs."""
-    slow = "time.sleep(0 if os.environ.get('SLURM_RESTART_COUNT') == '1' else 2)"
-    on_cluster.insert("single", slow, before="optimizer.zero_grad()")
+    slow = "faults.before_every_step(lambda optimizer: time.sleep(2))"
+    on_cluster.plant("single", f"if faults.is_first_start(): {slow}")
 
     def preempt_by(mode: str) -> None:
         partition = ("PartitionName=practice", f"PreemptMode={mode}")

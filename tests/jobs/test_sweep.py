@@ -163,7 +163,7 @@ def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -
 def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
     """It says what can be seen there. Sizes that are given are not measured."""
     checkout.pretend()
-    checkout.insert("trainkit/jobs/local.py", "return 1", before="device_nodes =")
+    checkout.redefine("trainkit/jobs/local.py", "def gpus_here(): return 1")
     arguments = ("--batch-size", 256, "--repeats", 2, "--out", checkout.sweep)
     done = succeeded(checkout.python("results/compare.py", *arguments, "--train-size", 120_000))
     assert "measured" not in done.stdout
@@ -256,8 +256,17 @@ def test_a_sweep_of_an_own_script(checkout: SweepCheckout) -> None:
 
 def test_a_file_system_without_locks(checkout: SweepCheckout) -> None:
     checkout.pretend()
-    lack = "import fcntl; fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError(37, 'No locks available'))"
-    checkout.insert("slurm/sweep.py", lack, before="own_options, arguments = _parse()")
+    checkout.plant(
+        "slurm/sweep.py",
+        """
+        import fcntl
+
+        def no_locks(*arguments):
+            raise OSError(37, "No locks available")
+
+        fcntl.flock = no_locks
+        """,
+    )
     arguments = ("--stages", "single", "--gpus", 1, "--dataset", "synthetic", "--no-cuda")
     done = succeeded(checkout.start_sweep("--local", *arguments))
     assert "[1/1] single-1gpu-batch256-r1 finished" in done.stdout

@@ -151,11 +151,17 @@ def test_a_checkpoint_of_another_stage_keeps_the_kernels_of_this_one(
 ) -> None:
     """Adam's state would bring fused kernels along, which DataParallel does without."""
     small = ("--train-size", 64, "--test-size", 50, "--precision", "fp32", "--recipe", "fast", "--epochs", 2)
-    stops = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2)"
-    checkout.insert("single", f"if epoch == 1: {stops}", before="model.train()")
+    checkout.plant("single", "faults.before_step(1, lambda optimizer: faults.signal_itself(signal.SIGUSR2))")
     assert "stopped after" in script(checkout.script("single"), *small, *places(tmp_path)).stdout
     checkout.insert("dp", "optimizer.param_groups[0].update(foreach=True, fused=False)", before="run = Run(")
-    told = "[optimizer.param_groups[0][kind] for kind in ('foreach', 'fused')]"
-    checkout.insert("dp", f"print({told})", before="run.finish()")
+    checkout.plant(
+        "dp",
+        """
+        def show(optimizer):
+            print([optimizer.param_groups[0][kind] for kind in ("foreach", "fused")])
+
+        faults.after_step(1, show)
+        """,
+    )
     done = succeeded(script(checkout.script("dp"), *small, *places(tmp_path)))
     assert "\n[True, False]\n" in done.stdout

@@ -124,7 +124,9 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_gpu_and_back(tmp_path: Path) -> N
 @pytest.mark.parametrize("recipe", ["classic", "fast"])
 def test_the_cpu_runs_ahead_of_the_gpu(recipe: str, tmp_path: Path, checkout: Checkout) -> None:
     """Ten times the steps synchronise no more often, but for the meetings, of which there is one a second."""
-    checkout.insert("single", "torch.cuda.set_sync_debug_mode('warn')", before="model = Net(")
+    checkout.plant(
+        "single", "faults.before_step(1, lambda optimizer: torch.cuda.set_sync_debug_mode('warn'))"
+    )
     waits = []
     for steps in (100, 1000):
         sizes = ("--epochs", 1, "--batch-size", 60, "--train-size", 60 * steps, "--precision", "fp32")
@@ -316,7 +318,7 @@ def test_data_parallel_uses_every_gpu(recipe: str, tmp_path: Path) -> None:
 )
 def test_a_peer_that(fate: str, why: str, tmp_path: Path, checkout: Checkout) -> None:
     """Killed within an epoch, or asleep for longer than the timeout; `submit.py` reports it."""
-    checkout.insert("ddp", f"if here.rank == 1 and epoch == 2: {fate}", before="model.train()")
+    checkout.plant("ddp", f"if faults.rank() == 1: faults.after_epoch(1, lambda: {fate})")
     options = ("--gpus", 2, "--wait", "--timeout", 20, "--epochs", 3, "--results-dir", tmp_path)
     done = checkout.submit_py("ddp", *options, **WITH_GPUS)
     assert done.returncode == 1

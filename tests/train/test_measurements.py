@@ -1,14 +1,11 @@
-"""What is measured and how ranks are started: promises that no other test would see broken."""
+"""What is measured, and on which ranks: promises that no other test would see broken."""
 
-import os
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from checkout import SCRIPTS, Checkout
-from cluster import RunningCluster
+from checkout import Checkout
 from conftest import Script, places, rows_of, succeeded, weights_of
 
 from trainkit import devices as device
@@ -29,23 +26,25 @@ import itertools, types
 from trainkit.training import run
 from trainkit.training import clock
 
-def measure(rank):
-    ticks = itertools.count(0, {SECONDS}[rank])
-    clock.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
-    run.peak_memory_mb = lambda device: {MEMORY}[rank]
+ticks = itertools.count(0, {SECONDS}[faults.rank()])
+clock.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
+run.peak_memory_mb = lambda device: {MEMORY}[faults.rank()]
+
+def save(optimizer):
+    weights = [weight.detach() for group in optimizer.param_groups for weight in group["params"]]
+    dropped = F.dropout(torch.ones(1000))
+    torch.save((weights, dropped), f"rank-{{faults.rank()}}.pt")
+
+faults.after_step(2, save)
 """
 
 
 @pytest.fixture(scope="module")
 def two_ranks(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of two ranks, the second of them slower and fuller, and at the end of the epoch of each its
-    weights and what its dropout makes of ones."""
+    """The results of two ranks, the second of them slower and fuller, and after the last step of each its
+    weights and what dropout makes of ones."""
     place = Checkout(tmp_path_factory.mktemp("two-ranks") / "a checkout")
-    place.script("ddp").with_name("planted.py").write_text(PLANTED)
-    place.insert("ddp", "import planted; planted.measure(here.rank)", before="torch.manual_seed(")
-    state = "(model.module.state_dict(), model.module.dropout1(torch.ones(1000)))"
-    save = f"torch.save({state}, opts.results_dir / f'rank-{{here.rank}}.pt')"
-    place.insert("ddp", save, before="run.end_of_epoch(")
+    place.plant("ddp", PLANTED.replace('f"rank-', f'f"{place.folder}/rank-'))
     succeeded(script(place.script("ddp"), *SMALL, "--epochs", 1, "--results-dir", place.folder, ranks=2))
     return place.folder
 
@@ -58,11 +57,31 @@ def test_times_and_memory_are_those_of_the_slowest_and_the_fullest_rank(two_rank
 
 def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path, checkout: Checkout) -> None:
     """A GPU holds 700 MB in a step of the warm-up, when cuDNN tries out what is fastest, then 300."""
-    reset = "run.reset_peak_memory = lambda: peak.append(0)"
-    ask = "run.peak_memory_mb = lambda device: peak[-1]"
-    checkout.plant("single", f"from trainkit.training import run; peak = [900]; {reset}; {ask}")
-    hold = "peak[-1] = max(peak[-1], 700 if epoch == 1 else 300)"
-    checkout.insert("single", hold, before="optimizer.zero_grad()")
+    checkout.plant(
+        "single",
+        """
+        from trainkit.training import run
+
+        peak, held = 900, 700
+
+        def reset():
+            nonlocal peak
+            peak = 0
+
+        def hold(optimizer):
+            nonlocal peak
+            peak = max(peak, held)
+
+        def hold_less():
+            nonlocal held
+            held = 300
+
+        run.reset_peak_memory = reset
+        run.peak_memory_mb = lambda device: peak
+        faults.before_every_step(hold)
+        faults.after_epoch(1, hold_less)
+        """,
+    )
     results = tmp_path / "results"
     succeeded(script(checkout.script("single"), *SMALL, "--epochs", 3, "--results-dir", results))
     assert [row["peak_memory_mb"] for row in rows_of(results)] == [700, 300, 300]
@@ -77,8 +96,8 @@ def test_ranks_drop_other_neurons_and_keep_equal_weights(two_ranks: Path) -> Non
         torch.load(two_ranks / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1)
     )
     assert not torch.equal(dropped, other_dropped)
-    for name, values in weights.items():
-        assert torch.equal(values, other_weights[name]), name
+    for values, others in zip(weights, other_weights, strict=True):
+        assert torch.equal(values, others)
 
 
 def test_a_gpus_queue_is_empty_when_its_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,72 +183,3 @@ def test_the_clock_of_a_run_goes_on_and_every_process_warms_up(script: Script, t
     rows = rows_of(tmp_path)
     assert [row["warmup"] for row in rows] == [True, True, False]
     assert rows[0]["elapsed_s"] < 1e6 <= rows[1]["elapsed_s"] <= rows[2]["elapsed_s"]
-
-
-# --- what the job scripts tell Slurm ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("launcher", SCRIPTS)
-def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checkout) -> None:
-    """Read, and run twice by bash on the first node of two, with an srun that starts nothing."""
-    script = checkout.folder / SCRIPTS[launcher]
-    asked = re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE)
-    assert {"--signal=USR2@60", "--requeue", "--open-mode=append"} <= set(asked)
-    # Slurm says who sees which GPU.
-    assert "VISIBLE_DEVICES" not in script.read_text() + (checkout.folder / "slurm/job_env.sh").read_text()
-
-    checkout.fake(
-        "scontrol", "printf '127.0.0.2\\n127.0.0.3\\n'"
-    )  # show hostnames; as addresses they resolve
-    checkout.fake("srun", 'printf \'%s\\n\' "$MASTER_ADDR" "$MASTER_PORT" "$@" >told')
-    reads = checkout.folder / "reads"
-    checkout.site(f"echo >>'{reads}'\n")
-    told = []
-    for job, ports in {"41": "10000-29999", "42": "20000-20009"}.items():
-        done = checkout.run(
-            "bash", script, cwd=script.parent, PATH=f"{checkout.commands}:{os.environ['PATH']}",
-            SLURM_SUBMIT_DIR=str(script.parent), SLURM_JOB_ID=job, SLURM_JOB_NODELIST="n[1-2]",
-            SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="3", SLURM_GPUS_ON_NODE="2", SITE_PORTS=ports,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        told.append((script.parent / "told").read_text().splitlines())
-    assert reads.read_text() == "\n\n"  # once for each job: modules that it loads take seconds
-    (address, port, *arguments), (_, other_port, *_) = told
-    assert address == "127.0.0.2"
-    assert (port, other_port) == ("10041", "20002")
-    to_srun = arguments[: arguments.index("python")]
-    # Without the first, every rank has one core, whatever sbatch was told.
-    assert {"--cpus-per-task=3", "--kill-on-bad-exit=1"} <= set(to_srun)
-    assert ("--wait=60" in to_srun) == (launcher in ("srun", "torchrun"))  # one task has nobody to wait for
-    after_python = " ".join(arguments[len(to_srun) :])
-    if launcher == "torchrun":
-        assert f"--rdzv-endpoint={address}:{port}" in after_python
-        assert "--nnodes=2 --nproc-per-node=2" in after_python
-
-
-@pytest.mark.parametrize(
-    ("launcher", "fate", "wait"),
-    [
-        ("srun", "os._exit(3)", 0),
-        ("srun", "os._exit(0)", 1),
-        ("torchrun", "os.kill(os.getppid(), signal.SIGKILL)", 0),
-    ],
-    ids=["dies", "leaves early", "torchrun dies"],
-)
-def test_ranks_that_do_not_talk_are_ended_with_the_one_that_goes(
-    launcher: str, fate: str, wait: int, tmp_path: Path, cluster: RunningCluster
-) -> None:
-    """The rank of the first node sleeps: nothing but srun ends it.
-
-    srun is told to wait for ever in place of 60 s, so that only --kill-on-bad-exit can end it, or for one
-    second, and then only --wait can.
-    """
-    checkout = Checkout(tmp_path / "a checkout", cluster)
-    checkout.site(f'srun() {{ command srun "${{@/#--wait=60/--wait={wait}}}"; }}\n')
-    second_node = "os.environ['SLURM_NODEID'] == '1'"
-    ends = "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])"  # by srun, at once
-    script = checkout.folder / "03_multigpu_ddp" / "sleeping.py"
-    script.write_text(f"import os, signal, time\n{ends}\nif {second_node}: {fate}\ntime.sleep(150)\n")
-    nodes = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
-    log = checkout.fail(launcher, "sleeping.py", sbatch=nodes)
-    assert "First task exited 60s ago" not in log

@@ -159,9 +159,18 @@ def test_the_batch_of_the_trial_is_that_of_one_device(kind: str, monkeypatch: py
 def test_a_run_goes_on_with_tf32_or_says_that_it_cannot(script: Callable, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "a checkout")
     plain = checkout.script("single").read_text()
-    checkout.plant("single", "from trainkit.training import precision; precision.has_tf32 = bool")
-    switches = "torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32"
-    checkout.insert("single", f"print(({switches}))", before="run.finish()")
+    checkout.plant(
+        "single",
+        """
+        from trainkit.training import precision
+
+        def show():
+            print((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+
+        precision.has_tf32 = bool
+        faults.after_epoch(1, show)
+        """,
+    )
     small = (*places(tmp_path), "--train-size", 128, "--test-size", 50, "--width", 4)
     for arguments in (("--epochs", 1, "--precision", "tf32"), ("--epochs", 2)):
         done = succeeded(script(checkout.script("single"), *small, *arguments))

@@ -32,7 +32,7 @@ def of_ranks(results: Path) -> pd.DataFrame:
 def slow(script: Script, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The results and the output of two ranks, of which the second sleeps in every step."""
     place = Checkout(tmp_path_factory.mktemp("slow") / "a checkout")
-    place.insert("ddp", "time.sleep(0.5 * here.rank)", before="loss.backward()")
+    place.plant("ddp", "faults.before_every_backward(lambda: time.sleep(0.5 * faults.rank()))")
     done = succeeded(script(place.script("ddp"), *SMALL, "--results-dir", place.folder / "results", ranks=2))
     return place.folder / "results", done.stdout
 
@@ -129,7 +129,8 @@ def test_own_time_by_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_model_without_its_wrapper_drifts_apart(script: Script, tmp_path: Path) -> None:
     """And that is told, though there is a DistributedDataParallel: no step goes through it."""
     place = Checkout(tmp_path / "a checkout")
-    place.insert("ddp", "model_of_all, model = model, model.module", before="run = Run(")
+    without = "lambda wrapper, *images: wrapper.module(*images)"
+    place.plant("ddp", f"nn.parallel.DistributedDataParallel.forward = {without}")
     done = script(place.script("ddp"), *SMALL, "--results-dir", tmp_path, ranks=2)
     assert "each of the 2 ranks has trained a Net of its own" in failed(done)
 
@@ -171,7 +172,8 @@ def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
 @pytest.mark.full
 def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, checkout: Checkout) -> None:
     """Its file has the line, and the flight recorder the collective that it never made."""
-    checkout.insert("ddp", "if here.rank == 1 and epoch == 2: time.sleep(3600)", before="loss.backward()")
+    hangs = "faults.after_epoch(1, lambda: faults.before_every_backward(lambda: time.sleep(3600)))"
+    checkout.plant("ddp", f"if faults.rank() == 1: {hangs}")
     where = ("--results-dir", tmp_path / "results", "--debug", "--timeout", 20)
     done = run_stage(checkout.script("ddp"), *SMALL, *where, processes=2)
     assert done.returncode == 1
@@ -183,8 +185,8 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, checkout: Chec
     assert all("MASTER_ADDR=" in text and f"\nRANK={rank}\n" in text for rank, text in enumerate(texts))
     source = checkout.script("ddp").read_text().splitlines()
     stacks = [re.findall(r'mnist_ddp\.py", line (\d+) in main', text) for text in texts]
-    first, second = (source[int(lines[-1]) - 1].strip() for lines in stacks)
-    assert second.endswith("time.sleep(3600)") and first == "loss.backward()"
+    assert [source[int(lines[-1]) - 1].strip() for lines in stacks] == ["loss.backward()"] * 2
+    assert ["faults.py" in text for text in texts] == [False, True]  # which puts the second to sleep
     assert [row["debug"] for row in rows_of(tmp_path / "results")] == [True]
     flight = tmp_path / "results" / "debug" / "flight-of-2"
     assert f"compared: torchfrtrace {flight}" in done.stdout

@@ -1,14 +1,10 @@
 """The worst day of a run: folders that vanish, disks that fill, numbers that are none. Nothing is lost."""
 
-import contextlib
 import errno
 import fcntl
-import re
 import shutil
 import signal
-import socket
 import sys
-import threading
 from pathlib import Path
 from typing import IO
 
@@ -29,9 +25,7 @@ from conftest import (
     start_stage,
     succeeded,
 )
-from forking import free_port
 from test_checkpoint import wait_for
-from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 
@@ -53,8 +47,16 @@ def two_epochs(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: Script) -> None:
     """The first one waits at its second step until the other one has been refused."""
     place = Checkout(tmp_path / "a checkout")
-    go_on = f"while run._added == 1 and not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)"
-    place.insert("single", go_on, before="optimizer.zero_grad()")
+    place.plant(
+        "single",
+        f"""
+        def wait(optimizer):
+            while not os.path.exists({str(tmp_path / "go")!r}):
+                time.sleep(0.1)
+
+        faults.before_step(2, wait)
+        """,
+    )
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     training = (*SMALL, "--epochs", 1, "--checkpoint-minutes", 1e-6, *folders)
     first = start_stage(place.script("single"), *training)
@@ -73,15 +75,17 @@ def test_on_a_disk_without_locks_a_killed_run_goes_on_on_another_host(
 ) -> None:
     """Nothing that the first one leaves refuses the second, whatever that is called."""
     place = Checkout(tmp_path / "a checkout")
-    no_locks = f"fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError({code}, 'no locks'))"
-    place.plant("single", f"import fcntl, socket; {no_locks}")
-    place.insert(
+    place.plant(
         "single",
-        "os.environ.get('KILLED') and epoch == 2 and os.kill(os.getpid(), 9)",
-        before="optimizer.zero",
-    )
-    place.insert(
-        "single", "socket.gethostname = lambda: os.environ.get('KILLED', 'n2')", before="opts = options.parse"
+        f"""
+        import fcntl
+        import socket
+
+        fcntl.flock = lambda *_: faults.fail(OSError({code}, "no locks"))
+        socket.gethostname = lambda: os.environ.get("KILLED", "n2")
+        if "KILLED" in os.environ:
+            faults.after_epoch(1, lambda: faults.signal_itself(signal.SIGKILL))
+        """,
     )
     how = (place.script("single"), *SMALL, *places(tmp_path), "--epochs", 2)
     assert script(*how, env={"KILLED": "n1"}).returncode == -signal.SIGKILL
@@ -130,9 +134,23 @@ def test_files_beside_the_checkpoints_stay(script: Script, two_epochs: Path, tmp
 def test_a_loss_that_is_no_number_ends_all_ranks_within_the_epoch(script: Script, tmp_path: Path) -> None:
     """On one of two ranks, at step 5 of an epoch that would take ten minutes."""
     place = Checkout(tmp_path / "a checkout")
-    place.insert("ddp", "time.sleep(0.3)", before="optimizer.zero_grad()")
-    broken = "if here.rank == 1 and run._added == 4: loss = loss * float('nan')"
-    place.insert("ddp", broken, before="run.add(loss)")
+    place.plant(
+        "ddp",
+        """
+        losses = 0
+        nll_loss = F.nll_loss
+
+        def nan_in_the_fifth(*arguments, **named):
+            nonlocal losses
+            losses += 1
+            loss = nll_loss(*arguments, **named)
+            return loss + float("nan") if losses == 5 else loss
+
+        faults.before_every_step(lambda optimizer: time.sleep(0.3))
+        if faults.rank() == 1:
+            F.nll_loss = nan_in_the_fifth
+        """,
+    )
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     training = ("--epochs", 2, "--train-size", 20_000, "--batch-size", 10, "--checkpoint-minutes", 1e-6)
     told = failed(script(place.script("ddp"), *training, "--precision", "fp32", *folders, ranks=2))
@@ -147,7 +165,15 @@ def test_weights_that_are_no_numbers_replace_no_checkpoint(
 ) -> None:
     """The losses were still numbers, and the last step of all broke the weights."""
     shutil.copytree(two_epochs / "checkpoints", tmp_path / "checkpoints")
-    checkout.insert("single", "model.fc2.bias.data.fill_(float('nan'))", before="run.add(loss)")
+    checkout.plant(
+        "single",
+        """
+        def break_the_last_weights(optimizer):
+            optimizer.param_groups[-1]["params"][-1].data.fill_(float("nan"))
+
+        faults.after_step(1, break_the_last_weights)
+        """,
+    )
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.pt")}
     training = (*SMALL, "--epochs", 3, "--checkpoint-minutes", 1e-9, "--resume", "auto", *folders)
@@ -162,8 +188,8 @@ def test_weights_that_are_no_numbers_replace_no_checkpoint(
 def test_a_folder_of_results_that_is_removed_is_made_again(script: Script, tmp_path: Path) -> None:
     results = tmp_path / "results"
     place = Checkout(tmp_path / "a checkout")
-    place.insert(
-        "single", f"import shutil; epoch == 2 and shutil.rmtree({str(results)!r})", before="run.end_of_epoch"
+    place.plant(
+        "single", f"import shutil; faults.at_end_of_epoch(2, lambda: shutil.rmtree({str(results)!r}))"
     )
     done = script(place.script("single"), *SMALL, "--epochs", 2, "--results-dir", results)
     assert done.returncode == 0, done
@@ -173,8 +199,15 @@ def test_a_folder_of_results_that_is_removed_is_made_again(script: Script, tmp_p
 def test_a_file_system_that_breaks_after_the_first_epoch(script: Script, tmp_path: Path) -> None:
     """The disk is full. Both ranks end: rank 0 with the reason, the other one at once."""
     place = Checkout(tmp_path / "a checkout")
-    full = "lambda file: (_ for _ in ()).throw(OSError(28, 'No space left on device'))"
-    place.insert("ddp", f"epoch == 2 and setattr(os, 'fsync', {full})", before="run.end_of_epoch")
+    place.plant(
+        "ddp",
+        """
+        def fill_the_disk():
+            os.fsync = lambda file: faults.fail(OSError(28, "No space left on device"))
+
+        faults.at_end_of_epoch(2, fill_the_disk)
+        """,
+    )
     told = failed(script(place.script("ddp"), *SMALL, "--epochs", 3, "--results-dir", tmp_path, ranks=2))
     assert "cannot be written (No space left on device): free the space" in told
     assert "error on rank 1: rank 0 had to stop: see its error." in told
@@ -185,8 +218,17 @@ def test_a_file_system_that_breaks_after_the_first_epoch(script: Script, tmp_pat
 def test_a_file_system_that_hangs_longer_than_the_timeout(script: Script, tmp_path: Path) -> None:
     """Its peers give up; rank 0 writes its row when the file system is back."""
     place = Checkout(tmp_path / "a checkout")
-    hang = "fsync = os.fsync; epoch == 2 and setattr(os, 'fsync', lambda file: time.sleep(15) or fsync(file))"
-    place.insert("ddp", hang, before="run.end_of_epoch")
+    place.plant(
+        "ddp",
+        """
+        fsync = os.fsync
+
+        def hang_the_disk():
+            os.fsync = lambda file: time.sleep(15) or fsync(file)
+
+        faults.at_end_of_epoch(2, hang_the_disk)
+        """,
+    )
     training = (*SMALL, "--epochs", 3, "--timeout", 5, "--results-dir", tmp_path)
     told = failed(script(place.script("ddp"), *training, ranks=2))
     for rank in (0, 1):
@@ -210,65 +252,6 @@ def test_nobody_reads_the_output(output: str, script: Script, tmp_path: Path) ->
     done = script(tmp_path / "mute.py", *SMALL, "--epochs", 2, "--results-dir", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
-
-
-# --- meeting ----------------------------------------------------------------------------------------
-
-
-def alone_at(address: str, port: int | str, rank: int = 1, size: int = 2) -> dict[str, str]:
-    """The environment of a rank that nobody else comes to meet."""
-    place = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": size, "RANK": rank}
-    return {name: str(value) for name, value in (place | {"LOCAL_RANK": rank}).items()}
-
-
-# Of no machine (RFC 5737), and no name (RFC 6761).
-NO_MACHINE, NO_NAME = "192.0.2.7", "nowhere.invalid"
-ALONE = {
-    "no such name": (alone_at(NO_NAME, 1), f"name {NO_NAME} cannot be resolved.* correct MASTER_ADDR"),
-    "nobody listens": (alone_at("localhost", free_port()), "nobody listens there.* rank 0"),
-    "another machine": (alone_at(NO_MACHINE, free_port(), rank=0), f"another machine .{NO_MACHINE}"),
-    "a rank is missing": (alone_at("localhost", free_port(), rank=0), "not all came.* rank 1 is missing"),
-    "no port": (alone_at("localhost", "abc"), "correct MASTER_PORT"),
-    "no such interface": (
-        alone_at("localhost", 1, rank=0, size=1) | {"GLOO_SOCKET_IFNAME": "nope0"},
-        "no network interface nope0 .* SITE_NETWORK_INTERFACE",
-    ),
-}
-
-
-@pytest.mark.parametrize(("place", "told"), ALONE.values(), ids=ALONE)
-def test_why_a_rank_does_not_meet_the_others(
-    place: dict[str, str], told: str, tmp_path: Path, script: Script
-) -> None:
-    done = script("ddp", *SMALL, "--timeout", 1, "--results-dir", tmp_path, env=place)
-    assert re.search(told, failed(done)), done.stderr
-
-
-def talk(server: socket.socket) -> None:
-    """Say what a store would not, until nobody listens to the port any more."""
-    with contextlib.suppress(OSError):
-        while True:
-            server.accept()[0].sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-
-
-@pytest.mark.parametrize(("rank", "says"), [(0, "nothing"), (1, "nothing"), (1, "something")])
-def test_another_program_has_the_port(rank: int, says: str, tmp_path: Path, script: Script) -> None:
-    with contextlib.closing(socket.create_server(("", 0))) as server:
-        if says == "something":
-            threading.Thread(target=talk, args=[server], daemon=True).start()
-        place = alone_at("localhost", server.getsockname()[1], rank)
-        done = script("ddp", *SMALL, "--timeout", 1, "--results-dir", tmp_path, env=place)
-    assert re.search("another program .*another MASTER_PORT", failed(done)), done.stderr
-
-
-@pytest.mark.parametrize("of", ["4 processes", None], ids=["of another size", "that says nothing"])
-def test_the_store_of_another_training(of: str | None, tmp_path: Path, script: Script) -> None:
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    if of:
-        store.set("training", of)
-    place = alone_at("localhost", store.port)
-    done = script("ddp", *SMALL, "--timeout", 1, "--results-dir", tmp_path, env=place)
-    assert re.search("of another training .*2 processes.*another MASTER_PORT", failed(done)), done.stderr
 
 
 # --- what PyTorch says of GPUs and NCCL -------------------------------------------------------------
