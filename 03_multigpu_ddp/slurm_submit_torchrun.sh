@@ -26,6 +26,8 @@ choose_training mnist_ddp.py "$@"
 
 # The CPU cores of the one task are shared by the ranks that torchrun starts. On most clusters Slurm signals
 # only what srun has started: our torchrun (trainkit/distributed/torchrun.py) hands USR2 and SIGTERM on to the ranks.
+# shellcheck disable=SC2034 # for the end of the job: torchrun says which of its ranks died, and srun does not
+launcher=torchrun
 ranks=${SLURM_GPUS_ON_NODE:-1}
 export OMP_NUM_THREADS=$((OMP_NUM_THREADS > ranks ? OMP_NUM_THREADS / ranks : 1))
 

@@ -1,14 +1,22 @@
 # shellcheck shell=bash disable=SC2034  # what it sets is used by the job scripts
-# The part of a job that is the same in every job script, which sources this at its beginning. It reads
-# slurm/site.sh, makes the Python environment ready, chooses where the ranks meet, and prints what this job
-# runs on. While the ranks train, each node is sampled, unless SITE_MONITOR is off. When the job
-# script ends, `finish` prints the verdict of the samples, says why the job failed if it did, and sends a job
-# that was stopped by a signal, and has saved, back to the queue.
+# The part of a job that is the same in every job script, which sources this at its beginning. It asks Slurm
+# and the node about the job, reads slurm/site.sh, makes the Python environment ready, and starts what samples
+# each node while the ranks train (unless SITE_MONITOR is off). When the job script ends, `finish` ends the
+# sampling, and sends a job that was stopped by a signal, and has saved, back to the queue.
+#
+# What there is to decide is decided by trainkit/jobs/in_job.py, in Python: how the job begins
+# (trainkit/jobs/beginning.py), why it failed, and its exit code (trainkit/jobs/ending.py).
 #
 # For the launch line it sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and SITE_CONTAINER, and
 # `choose_training` sets TRAINING. For the ranks it exports MASTER_ADDR and MASTER_PORT.
 #
 # Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
+
+launcher=srun         # of the ranks; slurm_submit_torchrun.sh sets another
+begun=""              # whether Python has answered how the job begins
+ended_from_outside="" # whether it was sent SIGTERM or SIGHUP
+requeued=""           # whether it is on its way back to the queue
+sampler=""            # the number of the process that samples
 
 # --- what Slurm says of this job --------------------------------------------------------------------
 # A job of an array has a number of its own, but for one, which has the array's: by that Slurm means them all.
@@ -22,55 +30,24 @@ facts=$(scontrol --oneliner show job "$this_job" 2>/dev/null) || facts=""
 
 # sbatch gives a job all variables of the shell that it is called from. In a shell within a job (salloc, srun
 # --pty, a notebook on a node) some are that job's, and srun would take them for its own options (man srun,
-# INPUT ENVIRONMENT VARIABLES): it would put all ranks on the cores of that shell, or refuse them. What
-# slurm/site.sh sets comes later, and stays.
-leave_out_options_of_another_job() {
-    local name field
-    # Only srun sets or reads these.
-    unset "${!SRUN_@}" "${!SLURM_CPU_BIND@}" "${!SLURM_SRUN_@}" "${!SLURM_LAUNCH_@}" \
-        SLURM_{EXACT,EXCLUSIVE,OVERLAP,LABELIO,CONSTRAINT,{,TASK_}{PROLOG,EPILOG},STD{IN,OUT,ERR}MODE}
-    # sbatch may have set these, and the record of a job does not have them. But no job script has a step's
-    # number of its own, so all of these are of another job then.
-    if [[ ${SLURM_STEP_ID:-} ]]; then
-        unset "${!SLURM_DIST@}" "${!SLURM_MEM_BIND@}" "${!SLURM_CPU_FREQ@}" "${!SLURM_STEP@}" SLURM_OVERCOMMIT
-    fi
-    # sbatch has set these if the record of this job has them.
-    [[ $facts == JobId=* ]] || return 0
-    while read -r name field; do
-        # shellcheck disable=SC2053 # a pattern
-        [[ "$facts " == *" "$field* ]] || unset "$name"
-    done <<END
-SLURM_GPUS TresPerJob=
-SLURM_GPUS_PER_NODE TresPerNode=
-SLURM_GPUS_PER_SOCKET TresPerSocket=
-SLURM_GPUS_PER_TASK TresPerTask=
-SLURM_TRES_PER_TASK TresPerTask=
-SLURM_NTASKS_PER_GPU NtasksPerTRES=
-SLURM_NTASKS_PER_TRES NtasksPerTRES=
-SLURM_CPUS_PER_TASK CPUs/Task=${SLURM_CPUS_PER_TASK:-}[!0-9]
-SLURM_CPUS_PER_GPU CpusPerTres=
-SLURM_MEM_PER_NODE MinMemoryNode=[1-9]
-SLURM_MEM_PER_CPU MinMemoryCPU=
-SLURM_MEM_PER_GPU MemPerTres=
-SLURM_GPU_BIND TresBind=
-SLURM_TRES_BIND TresBind=
-SLURM_GPU_FREQ TresFreq=
-END
-}
-leave_out_options_of_another_job
-# sbatch --export=NONE sets this, by which srun would keep from the ranks what is exported here.
-unset SLURM_EXPORT_ENV
-# A job that is sent by another has the other's number of restarts in its environment.
-if [[ $facts =~ \ Restarts=([0-9]+) ]]; then
-    SLURM_RESTART_COUNT=${BASH_REMATCH[1]}
-fi
-
-# --- the site ---------------------------------------------------------------------------------------
+# INPUT ENVIRONMENT VARIABLES): it would put all ranks on the cores of that shell, or refuse them. So srun gets
+# none of them until Python has told which are this job's. What slurm/site.sh exports stays.
+export -n "${!SRUN_@}" "${!SLURM_CPU_BIND@}" "${!SLURM_CPU_FREQ@}" "${!SLURM_DIST@}" "${!SLURM_GPU_@}" \
+    "${!SLURM_GPUS_PER_@}" "${!SLURM_LAUNCH_@}" "${!SLURM_MEM_@}" "${!SLURM_SRUN_@}" "${!SLURM_STEP@}" \
+    "${!SLURM_TRES_@}" SLURM_{CPUS_PER_GPU,GPUS,NTASKS_PER_GPU,NTASKS_PER_TRES,EXACT,EXCLUSIVE,OVERLAP} \
+    SLURM_{OVERCOMMIT,LABELIO,CONSTRAINT,{,TASK_}{PROLOG,EPILOG},STD{IN,OUT,ERR}MODE,EXPORT_ENV}
 # These are of the user's shell. slurm/site.sh may set its own.
 unset MASTER_ADDR MASTER_PORT
+
+# --- the site ---------------------------------------------------------------------------------------
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} && ${SLURM_JOB_NODELIST:-} ]] ||
     fail "this is no job of Slurm (no SLURM_JOB_ID): send it with sbatch, or python submit.py."
+# The job's own folder, for its checkpoints, samples and notes (trainkit/job_folder.py).
+export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
+watching=$TRAINKIT_JOB_DIR/monitor
+# If this start fails before Python runs, nobody is to read how an earlier one has ended.
+rm -f "$TRAINKIT_JOB_DIR/outcome.json"
 plain=""
 if [[ ${1:-} == --plain ]]; then
     plain=1
@@ -81,100 +58,9 @@ else
     DATA_DIR=$TRAINKIT_DATA_DIR
     RESULTS_DIR=$TRAINKIT_RESULTS_DIR
 fi
-[[ $facts != *" ArrayTaskId="* || $plain ]] ||
-    fail "this is a job of an array, all of which would train the same: leave out --array."
-
-# --- the job's own folder: checkpoints, samples, and a note of every rank on how it ended -----------
-export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
-watching=$TRAINKIT_JOB_DIR/monitor
-if [[ -e $TRAINKIT_JOB_DIR && ${SLURM_RESTART_COUNT:-0} == 0 ]]; then
-    # An older job has the same number, as after each new start of the practice cluster. Its checkpoints are
-    # not ours.
-    mv "$TRAINKIT_JOB_DIR" "$TRAINKIT_JOB_DIR-$(date -r "$TRAINKIT_JOB_DIR" +%Y%m%d-%H%M%S)"
-fi
-problem=$(mkdir -p "$TRAINKIT_JOB_DIR" 2>&1) ||
-    fail "$TRAINKIT_JOB_DIR cannot be made (${problem##*: }): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in \
-slurm/site.sh to a shared folder of yours."
-# Slurm may start a preempted job once more after it has ended well: trainkit/jobs/in_job.py says when.
-if [[ -e $TRAINKIT_JOB_DIR/ended-for-good ]]; then
-    echo "this job has already ended well, and does nothing more: to train again, submit it again"
-    exit
-fi
-rm -f "$TRAINKIT_JOB_DIR"/{rank-*.{started,finished,failed,lost},first-failed,stopped} \
-    "$TRAINKIT_JOB_DIR/outcome.json" "$watching"/{verdict.json,told,asked,ended,log}
-if [[ $plain ]]; then
-    mkdir -p "$TRAINKIT_JOB_DIR/checkpoints"
-    touch "$TRAINKIT_JOB_DIR/plain"
-fi
-
-# --- the Python environment ---------------------------------------------------------------------------
-run_activate_environment
-# A shell that torchrun or mpirun has started leaves these, and the ranks would take them for theirs. The same
-# list is in trainkit/distributed/launchers.py.
-unset {,LOCAL_,GROUP_,ROLE_}{RANK,WORLD_SIZE} ROLE_NAME PMIX_RANK PMIX_NAMESPACE \
-    "${!TORCHELASTIC_@}" "${!PET_@}" "${!OMPI_COMM_@}" "${!PMI_@}"
-type srun scontrol >/dev/null 2>&1 ||
-    fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
-
-# --- the time and the cores it has ------------------------------------------------------------------
-# A job that is asked to save as soon as it begins would come back without end, and train a step each time.
-if [[ ! $plain && $facts =~ \ EndTime=([0-9][^ ]*) ]]; then
-    seconds_left=$(($(date -d "${BASH_REMATCH[1]}" +%s) - $(date +%s)))
-    seconds_to_save=$(sed -n 's/^#SBATCH --signal=.*@\([0-9]*\).*/\1/p' "$0" | tail -n 1)
-    ((seconds_left > ${seconds_to_save:-0})) ||
-        fail "this job is to save and stop $seconds_to_save s before its time limit, so it could not train: \
-give it more --time."
-fi
-# A number of GPUs for the whole job (--gpus) would be that of each step, also where a step is on one node,
-# which has less; and where a node has one task, Slurm hands out fewer.
-if [[ ${SLURM_GPUS:-} && ${SLURM_GPUS##*:} == "$((${SLURM_GPUS_ON_NODE:-0} * SLURM_JOB_NUM_NODES))" ]]; then
-    export SLURM_GPUS_PER_NODE=$SLURM_GPUS_ON_NODE
-    unset SLURM_GPUS
-fi
-# Without --cpus-per-task, as with --cpus-per-gpu, a task has its share of what the job has on a node. Where
-# nodes differ ("4(x2),2"), it is that of the fewest CPUs and the most tasks: srun refuses what one of them
-# does not have.
-if [[ -z ${SLURM_CPUS_PER_TASK:-} ]]; then
-    cpus=$(tr , '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-1}" | sort -n | sed -n '1s/(.*//; 1p')
-    tasks=$(tr , '\n' <<<"${SLURM_NTASKS:+${SLURM_TASKS_PER_NODE:-}}" | sort -n | sed -n '$s/(.*//; $p')
-    SLURM_CPUS_PER_TASK=$((cpus / ${tasks:-1}))
-    ((SLURM_CPUS_PER_TASK)) || SLURM_CPUS_PER_TASK=1
-fi
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS%%,*} # OpenMP takes a list, for threads within threads
-[[ $OMP_NUM_THREADS =~ ^[1-9][0-9]*$ ]] ||
-    fail "OMP_NUM_THREADS is '$OMP_NUM_THREADS', which is no number of threads: unset it."
 # Into a log Python would write only when 8 KiB have gathered, and lose them when it is killed.
 export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
 
-# --- where the ranks meet ---------------------------------------------------------------------------
-# A site may give its own address of the first node, such as that of a faster network.
-if [[ -n ${MASTER_ADDR:-} ]]; then
-    address=$(getent ahosts "$MASTER_ADDR" | sed -n '1s/ .*//p') || address=""
-    [[ -n $address && " $(hostname -I) " == *" $address "* ]] ||
-        fail "MASTER_ADDR=$MASTER_ADDR of slurm/site.sh is ${address:-unknown}, no address of $(hostname), \
-where rank 0 runs: correct it, or leave it out."
-else
-    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) ||
-        fail "scontrol does not name the nodes of this job ($SLURM_JOB_NODELIST): report it to your admin."
-fi
-if ! getent ahosts "$MASTER_ADDR" >/dev/null; then
-    name=$MASTER_ADDR
-    MASTER_ADDR=$(scontrol show node "$name" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-    getent ahosts "$MASTER_ADDR" >/dev/null ||
-        fail "neither $name nor its address in Slurm ($MASTER_ADDR) can be resolved on $(hostname): \
-report it to your admin."
-fi
-# The port comes from the job's number, so that two jobs on one node do not collide.
-first_port=${SITE_PORTS%-*}
-last_port=${SITE_PORTS#*-}
-MASTER_PORT=${MASTER_PORT:-$((first_port + SLURM_JOB_ID % (last_port - first_port + 1)))}
-export MASTER_ADDR MASTER_PORT
-if [[ -n ${SITE_NETWORK_INTERFACE:-} ]]; then
-    export NCCL_SOCKET_IFNAME=$SITE_NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$SITE_NETWORK_INTERFACE
-fi
-
-# --- what starts Python -----------------------------------------------------------------------------
 # USR2 and SIGTERM ask a rank to save a checkpoint and stop. They wait until it can
 # (trainkit/training/checkpoint.py), instead of killing Python while it starts.
 hold_signals=(env "--block-signal=USR2,TERM")
@@ -186,20 +72,111 @@ fi
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}"
     env "TRAINKIT_JOB_DIR=$TRAINKIT_JOB_DIR" TRAINKIT_STARTED_BY=srun)
 
-# --- what this job runs on --------------------------------------------------------------------------
-echo "job     $SLURM_JOB_ID ${SLURM_JOB_NAME:-}, restart ${SLURM_RESTART_COUNT:-0}, $(date +%FT%T%z)"
-tasks_per_node=${SLURM_TASKS_PER_NODE:-1}
-echo "nodes   $SLURM_JOB_NODELIST, tasks per node $tasks_per_node, CPUs per task $SLURM_CPUS_PER_TASK"
-gpu_names=$(
-    timeout 20 nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sort | uniq -c | xargs
-) || gpu_names=""
-echo "GPUs    ${SLURM_GPUS_ON_NODE:-0} per node: ${gpu_names:-no nvidia-smi on this node}"
-code_version=$(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null) ||
-    code_version="not a git checkout"
-echo "code    $code_version in $REPOSITORY"
+# --- the log ----------------------------------------------------------------------------------------
+# That of the job, if it is a file; and those of submitit for the ranks from 1 on, which are next to it. Each
+# may have lines of earlier starts: so many bytes.
+own_log=$(readlink -f /proc/$$/fd/2)
+declare -A earlier_bytes
+for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
+    [[ ! -f $log ]] || earlier_bytes[$log]=$(stat --format=%s "$log")
+done
 
-echo "meet at $MASTER_ADDR:$MASTER_PORT; checkpoints and notes in $TRAINKIT_JOB_DIR"
-echo
+# What this start has printed.
+printed() {
+    local log
+    for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
+        [[ ! -f $log ]] || tail --bytes="+$((${earlier_bytes[$log]:-0} + 1))" "$log"
+    done
+}
+
+# --- what Python decides ----------------------------------------------------------------------------
+# Ask trainkit/jobs/in_job.py: in_job SECONDS SECONDS QUESTION OPTIONS... A node is not held for a Python that
+# hangs, as in a file system, so it has so many seconds. Where Python is in the site's container only, it is
+# asked there, in a step, and has so many more. Slurm starts no step in a job on its way back to the queue.
+in_job() {
+    local seconds=$1 seconds_in_container=$2
+    local ask=(env PYTHONSAFEPATH=1 python -m trainkit.jobs.in_job "${@:3}" "--folder=$TRAINKIT_JOB_DIR"
+        "--facts=$facts")
+    timeout --signal=KILL "$seconds" "${ask[@]}" 2>/dev/null < <(printed) && return
+    [[ -z $requeued ]] || return 1
+    (
+        unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
+        timeout --signal=KILL "$seconds_in_container" srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 \
+            "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" "${ask[@]}" < <(printed)
+    )
+}
+
+# Carry out what Python answers: it sets and unsets variables, and prints the first lines of the log. What
+# only the node can be asked is asked here, as a container may have no scontrol, git or nvidia-smi.
+begin() {
+    local first_node node gpus version answer
+    first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || first_node=""
+    node=$(scontrol --oneliner show node "$first_node" 2>/dev/null) || node=""
+    # Where the driver hangs, nothing ends nvidia-smi. This does not wait for its end.
+    IFS= read -r -d '' -t 20 gpus < <(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || true
+    version=$(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null) || version=""
+    answer=$(
+        in_job 60 300 begin ${plain:+--plain} "--monitor=$SITE_MONITOR" "--repository=$REPOSITORY" \
+            "--version=$version" "--gpus=$gpus" "--first-node=$first_node" "--node=$node" \
+            "--addresses=$(hostname -I 2>/dev/null)" "--signal=$(grep -s '^#SBATCH --signal=' "$0")" \
+            "--exported=$(compgen -e)" \
+            "--variables=$(declare -p "${!SLURM_@}" "${!SRUN_@}" MASTER_ADDR MASTER_PORT OMP_NUM_THREADS \
+                SITE_NETWORK_INTERFACE SITE_PORTS 2>/dev/null)"
+    ) || true
+    [[ $answer == *"# in_job begins"*"# in_job ends"* ]] || # container programs have their words around it
+        fail "Python does not start on $(hostname): correct activate_environment or SITE_CONTAINER in \
+slurm/site.sh."
+    answer=${answer#*"# in_job begins"}
+    eval "${answer%"# in_job ends"*}"
+}
+
+# --- what watches it --------------------------------------------------------------------------------
+# A step next to the ranks, until its input is closed. It shares memory, cores and GPUs with them, and sees
+# all GPUs of a node, even if each rank has its own (--gpus-per-task, which newer Slurm tells by
+# SLURM_TRES_PER_TASK only). Its outcome never matters to the job, and srun's words about it stay out of the
+# job's log, where it would count as a rank.
+sample() {
+    local gpus=()
+    trap : TERM # scancel sends it here, too, and the sampler has a verdict to give
+    if [[ ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gpu* ]]; then
+        gpus=("--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}")
+    fi
+    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
+    if ! srun --job-name=monitor --overlap --mem=0 --input=all --nodes="$SLURM_JOB_NUM_NODES" \
+        --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${gpus[@]}" "${SITE_SRUN_ARGS[@]}" \
+        "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$watching" 2>"$watching/log" &&
+        [[ ! -e $watching/verdict.json ]]; then
+        cat >/dev/null # The job is to end before it says so.
+        tell_no_verdict "not sampled to the end: see $watching/log"
+    fi
+}
+
+tell_no_verdict() { echo "watch   $1" | tee "$watching/told"; }
+
+start_sampling() {
+    [[ $SITE_MONITOR == on ]] || return 0
+    # A coprocess has a pipe from here for its input, and would have one for its output, too.
+    exec {log}>&1
+    coproc SAMPLER { sample >&"$log"; }
+    exec {log}>&-
+    sampler=$SAMPLER_PID
+    sampler_input=${SAMPLER[1]} # bash forgets it when the coprocess ends
+    # Else a `wait` in the job script, for processes of its own, would wait for this one, too.
+    disown "$sampler"
+}
+
+# End the sampling, which prints its verdict.
+stop_sampling() {
+    local tenths
+    [[ -n $sampler ]] || return
+    echo "$1" >"$watching/ended" # this is the exit code
+    exec {sampler_input}>&-
+    for ((tenths = 0; tenths < 100; tenths++)); do
+        kill -0 "$sampler" 2>/dev/null || return
+        sleep 0.1
+    done
+    tell_no_verdict "no verdict within 10 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
+}
 
 # --- what it trains ---------------------------------------------------------------------------------
 # Set TRAINING, what Python runs: the stage's script $1, or the one that the arguments of the job name, and
@@ -227,88 +204,12 @@ choose_training() {
     fi
 }
 
-# --- what watches it --------------------------------------------------------------------------------
-# A step next to the ranks, until its input is closed. It shares memory, cores and GPUs with them, and sees
-# all GPUs of a node, even if each rank has its own (--gpus-per-task, which newer Slurm tells by
-# SLURM_TRES_PER_TASK only). Its outcome never matters to the job, and srun's words about it stay out of the
-# job's log, where it would count as a rank.
-sample() {
-    local gpus=()
-    trap : TERM # scancel sends it here, too, and the sampler has a verdict to give
-    if [[ ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gpu* ]]; then
-        gpus=("--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}")
-    fi
-    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
-    if ! srun --job-name=monitor --overlap --mem=0 --input=all --nodes="$SLURM_JOB_NUM_NODES" \
-        --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${gpus[@]}" "${SITE_SRUN_ARGS[@]}" \
-        "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$watching" 2>"$watching/log" &&
-        [[ ! -e $watching/verdict.json ]]; then
-        cat >/dev/null # The job is to end before it says so.
-        tell_no_verdict "not sampled to the end: see $watching/log"
-    fi
-}
-
-tell_no_verdict() { echo "watch   $1" | tee "$watching/told"; }
-
-sampler=""
-if [[ $SITE_MONITOR == on ]]; then
-    mkdir -p "$watching"
-    echo "$SLURM_CPUS_PER_TASK ${tasks_per_node%%[(,]*} ${SLURM_MEM_PER_NODE:-0}" >"$watching/asked"
-    # A coprocess has a pipe from here for its input, and would have one for its output, too.
-    exec {log}>&1
-    coproc SAMPLER { sample >&"$log"; }
-    exec {log}>&-
-    sampler=$SAMPLER_PID
-    sampler_input=${SAMPLER[1]} # bash forgets it when the coprocess ends
-    # Else a `wait` in the job script, for processes of its own, would wait for this one, too.
-    disown "$sampler"
-fi
-
-# End the sampling, which prints its verdict.
-stop_sampling() {
-    local tenths
-    [[ -n $sampler ]] || return
-    echo "$1" >"$watching/ended" # this is the exit code
-    exec {sampler_input}>&-
-    for ((tenths = 0; tenths < 100; tenths++)); do
-        kill -0 "$sampler" 2>/dev/null || return
-        sleep 0.1
-    done
-    tell_no_verdict "no verdict within 10 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
-}
-
 # --- how it ends ------------------------------------------------------------------------------------
-own_log=$(readlink -f /proc/$$/fd/2) # it is no file in a terminal
-
-# Its log, which may hold earlier starts; and those of submitit for the ranks from 1 on, which are next to it.
-printed() {
-    [[ ! -f $own_log ]] || cat "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out 2>/dev/null
-}
-
-# Ask trainkit/jobs/in_job.py, which decides all that there is to decide at the end of a job. Where Python is in
-# the site's container only, it runs there, but Slurm starts nothing in a job on its way back to the queue. It
-# answers in less than a second; a node is not held for one that hangs, as in a file system.
-in_job() {
-    local launcher=srun ask
-    [[ -z ${ranks:-} ]] || launcher=torchrun # by slurm_submit_torchrun.sh
-    ask=(python -m trainkit.jobs.in_job "$@" "--facts=$facts" "--folder=$TRAINKIT_JOB_DIR" "--log=$own_log"
-        "--launcher=$launcher" "--code=$code" "--seconds=$SECONDS" "--restart=${SLURM_RESTART_COUNT:-0}"
-        "--most-restarts=$SITE_MOST_RESTARTS")
-    [[ -z $ended_from_outside ]] || ask+=(--from-outside)
-    timeout --signal=KILL 10 "${ask[@]}" 2>/dev/null < <(printed) && return
-    [[ -z $requeued ]] || return
-    (
-        unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
-        timeout --signal=KILL 20 srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 \
-            "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" "${ask[@]}" 2>/dev/null < <(printed)
-    )
-}
-
 # Whether a job that has saved may go back to the queue. There may be seconds only, so Python is not asked where
 # it is certain: at the time limit, and after a signal that only the ranks got.
 may_go_back() {
     ((${SLURM_RESTART_COUNT:-0} < SITE_MOST_RESTARTS)) || return 1 # in a trap `return` alone has an older status
-    [[ $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job back) == *yes ]]
+    [[ $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job_end back) == *yes ]]
 }
 
 # Set `requeued`, or `refusal` to why Slurm refuses. Its controller may be restarting.
@@ -325,34 +226,56 @@ requeue() {
     requeued=1
 }
 
+in_job_end() {
+    in_job 10 20 "$@" "--log=$own_log" "--launcher=$launcher" "--code=$code" "--seconds=$SECONDS" \
+        "--restart=${SLURM_RESTART_COUNT:-0}" "--most-restarts=$SITE_MOST_RESTARTS" "--failure=$failure" \
+        ${begun:+--begun} ${ended_from_outside:+--from-outside} 2>/dev/null
+}
+
 finish() {
-    local code=$? facts="" requeued="" refusal="" tried=() answer
+    local code=$? stopped="" refusal="" tried=() answer
     set +e
     trap - EXIT
     trap '' TERM # requeue sends it to this script, too
+    if [[ $ends && ! $ended_from_outside ]]; then
+        echo "error: $ends" >&2
+        failure=$ends
+        code=1
+    fi
     echo
-    if ((code || ${SLURM_RESTART_COUNT:-0})) || [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then
+    [[ ! $begun || ! -e $TRAINKIT_JOB_DIR/stopped ]] || stopped=1 # an earlier start may have left it
+    if ((code || ${SLURM_RESTART_COUNT:-0})) || [[ $stopped ]]; then
         facts=$(scontrol --oneliner show job "$this_job" 2>/dev/null)
     fi
-    if [[ -e $TRAINKIT_JOB_DIR/stopped ]] && may_go_back; then
+    if [[ $stopped ]] && may_go_back; then
         requeue
         tried=("--refusal=${refusal%%$'\n'*}")
     fi
     stop_sampling "$code"
-    answer=$(in_job end "${tried[@]}") # the exit code, and what to say
+    answer=$(in_job_end end "${tried[@]}") # the exit code, and what to say
     if [[ $answer == *"code    "[0-9]* ]]; then
         answer=${answer#*code    } # container programs have their words before it
         code=${answer%%$'\n'*}
         [[ $answer != *$'\n'* ]] || echo "${answer#*$'\n'}"
-    elif ((code)) || [[ -e $TRAINKIT_JOB_DIR/stopped && ! $requeued ]]; then
+    elif ((code)) || [[ $stopped && ! $requeued ]]; then
         ((code)) || code=1
         echo "${refusal:+error: $refusal; }its checkpoints, if it has saved, are in $TRAINKIT_JOB_DIR/checkpoints"
     fi
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code"
     exit "$code"
 }
-ended_from_outside=""
+
+listen_to_signals() {
+    trap 'ended_from_outside=1; exit 143' TERM HUP
+    trap : USR1 USR2 # with --signal=B:USR2@60 they come here, and not to the ranks
+}
+
+# --- the job begins ---------------------------------------------------------------------------------
 trap finish EXIT
-trap 'ended_from_outside=1; exit 143' TERM HUP
-# With --signal=B:USR2@60 they come here, and not to the ranks.
-trap : USR1 USR2
+listen_to_signals
+run_activate_environment
+listen_to_signals # what the site runs may have changed that
+type srun scontrol >/dev/null 2>&1 ||
+    fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
+begin
+start_sampling

@@ -2,10 +2,16 @@
 # What is special about this site: slurm/site.sh, with a default for all that it leaves out. Every job sources
 # this (by job_env.sh), and so do submit.py, sweep.py, compare.py and doctor.py on the login node.
 
+failure="" # the error that ends the shell
 fail() {
-    echo "error: $1" >&2
+    failure=$1
+    echo "error: $failure" >&2
     exit 1
 }
+
+# What to say if the shell ends here. Without this a job would be COMPLETED at once.
+ends=""
+trap '[[ -z $ends ]] || fail "$ends"' EXIT
 
 # --- the defaults -----------------------------------------------------------------------------------
 REPOSITORY=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
@@ -28,12 +34,10 @@ sed -i 's/\r\$//; 1s/^\xef\xbb\xbf//' slurm/site.sh"
     # Of a here-document without its end bash only warns.
     problem=$(LC_ALL=C bash -n "$site" 2>&1) && [[ -z $problem ]] ||
         fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
-    # Without this a job would be COMPLETED at once.
     ends="slurm/site.sh ends the shell that reads it: leave out exit, exec, and commands that fail."
-    trap 'fail "$ends"' EXIT
     # shellcheck source=/dev/null
     source "$site"
-    trap - EXIT
+    ends=""
 fi
 
 # --- what follows from it ---------------------------------------------------------------------------
@@ -59,12 +63,11 @@ export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # trainkit, where it is
 # Make the job's Python ready. Jobs run with `set -u`, which neither module nor conda can bear.
 run_activate_environment() {
     ends="activate_environment of slurm/site.sh ends the shell, and the job: leave out exit and set -u."
-    trap 'fail "$ends"' EXIT
     set +u
     if ! activate_environment; then
-        trap - EXIT
+        ends=""
         fail "activate_environment of slurm/site.sh failed: try its lines on the login node."
     fi
     set -u
-    trap - EXIT
+    ends=""
 }

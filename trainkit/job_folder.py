@@ -6,13 +6,14 @@
 | `rank-N.finished`, `.failed`, `.lost` | replaces it: how it ended, and the error (lost: its peers left) |
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
-| `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/in_job.py |
+| `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/ending.py |
 | `ended-for-good` | the job has ended well, and does nothing more if Slurm starts it again |
 | `checkpoints`, `monitor` | the files of training/checkpoint.py; the samples (record/samples.py) |
 | `plain` | the job's script does not use the kit (jobs/plain.py); it may write `stopped` itself |
 
-srun often reports an exit code other than the failed rank's, and a log mixes the ranks' lines. From the notes
-jobs/why.py finds which rank it was; a rank that is still "started" after the end was killed.
+`prepare` makes it ready for each start of the job. srun often reports an exit code other than the failed
+rank's, and a log mixes the ranks' lines. From the notes jobs/why.py finds which rank it was; a rank that is
+still "started" after the end was killed.
 """
 
 import json
@@ -21,16 +22,55 @@ import re
 import signal
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 from trainkit.distributed.launchers import node, rank_of
 
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
-PLAIN, CHECKPOINTS = "plain", "checkpoints"
-OUTCOME, ENDED_FOR_GOOD = "outcome.json", "ended-for-good"
-FIRST_FAILED, STOPPED = "first-failed", "stopped"
+PLAIN = "plain"
+CHECKPOINTS = "checkpoints"
+OUTCOME = "outcome.json"
+ENDED_FOR_GOOD = "ended-for-good"
+FIRST_FAILED = "first-failed"
+STOPPED = "stopped"
 STATES = ("started", "finished", "failed", "lost")  # of a rank
 NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
+
+
+def prepare(folder: Path, restarts: int, plain: bool) -> None:
+    """Make a job's folder ready for a start: without the notes of earlier ones.
+
+    Args:
+        folder: the job's own.
+        restarts: how often it has come back from the queue.
+        plain: whether its script does not use the kit.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    if restarts == 0:
+        set_aside(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    of_ranks = [path for path in folder.glob("rank-*") if NOTE.fullmatch(path.name)]
+    for path in (*of_ranks, folder / FIRST_FAILED, folder / STOPPED, folder / OUTCOME):
+        path.unlink(missing_ok=True)
+    if plain:
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
+        (folder / PLAIN).touch()
+
+
+def set_aside(folder: Path) -> None:
+    """Rename the folder of an older job that has had the same number, if there is one.
+
+    So it is after each new start of a practice cluster. The checkpoints of that job are not the new one's.
+
+    Raises:
+        OSError: if it cannot be renamed.
+    """
+    if folder.exists():
+        changed = datetime.fromtimestamp(folder.stat().st_mtime)
+        folder.rename(folder.with_name(f"{folder.name}-{changed:%Y%m%d-%H%M%S}"))
 
 
 def here() -> Path | None:
@@ -62,8 +102,12 @@ def note(state: str, text: str = "") -> None:
 
 def notes(folder: Path, *states: str) -> dict[int, Path]:
     """Return the notes of the ranks that are in one of `states`, by rank."""
-    found = {path: NOTE.fullmatch(path.name) for path in folder.glob("rank-*")}
-    return dict(sorted((int(name[1]), path) for path, name in found.items() if name and name[2] in states))
+    found: dict[int, Path] = {}
+    for path in folder.glob("rank-*"):
+        name = NOTE.fullmatch(path.name)
+        if name and name[2] in states:
+            found[int(name[1])] = path
+    return dict(sorted(found.items()))
 
 
 def read(note: Path) -> str:
@@ -91,7 +135,8 @@ def note_stop(checkpoints: Path) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    if folder := here():
+    folder = here()
+    if folder:
         (folder / STOPPED).write_text(f"{checkpoints.absolute()}\n", encoding="utf-8")
 
 
@@ -111,6 +156,11 @@ def note_end_for_good(folder: Path) -> None:
     """Leave a note that the job has ended well, and does nothing more if Slurm starts it again."""
     with suppress(OSError):  # a full disk
         (folder / ENDED_FOR_GOOD).touch()
+
+
+def has_ended_for_good(folder: Path) -> bool:
+    """Return whether the job has ended well, and does nothing more."""
+    return (folder / ENDED_FOR_GOOD).exists()
 
 
 @dataclass(frozen=True)
@@ -146,11 +196,12 @@ class Outcome:
 
 
 def keep_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write `outcome.json`.
+    """Write `outcome.json`, in a job that could not even begin also its folder.
 
     Raises:
         OSError: if it cannot be written.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     new = folder / f"{OUTCOME}.new"
     new.write_text(json.dumps(asdict(outcome), indent=1), encoding="utf-8")
     new.replace(folder / OUTCOME)

@@ -491,6 +491,7 @@ def test_a_sweep_goes_on_in_its_own_folder_whatever_the_script_is_given(
 @pytest.mark.parametrize("given", ["", "nowhere.py", "README.md", "-m"])
 def test_a_job_script_without_the_script(given: str, checkout: Checkout) -> None:
     checkout.fake("scontrol", "echo 127.0.0.2")
+    checkout.fake("python", f'exec "{sys.executable}" "$@"')
     checkout.fake("srun", "exit 1")
     place = checkout.folder / "03_multigpu_ddp"
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": str(place)}

@@ -164,9 +164,18 @@ def test_nccl_gave_up_and_no_core_is_dumped(launcher: str, checkout: Checkout) -
 
 
 def test_python_is_in_the_container_only(checkout: Checkout) -> None:
-    checkout.site("python() { return 127; }")
+    """Both at the beginning and at the end it is asked there."""
+    outside = checkout.folder / "outside"
+    outside.mkdir()
+    (outside / "python").write_text("#!/bin/sh\nexit 127\n")
+    (outside / "python").chmod(0o755)
+    checkout.site(
+        f"activate_environment() {{ PATH='{outside}':$PATH; }}\n"
+        """SITE_CONTAINER=(bash -c 'echo words of a container; PATH=${PATH#*:}; exec "$@"' bash)\n"""
+    )
     plant(checkout, say(BROKEN) + "os.abort()", WAIT)
     log = checkout.fail("srun", "fates.py", sbatch=("--nodelist=n1",))
+    assert "\nmeet at n1:" in log and log.startswith("job     "), log
     assert verdict(log) == [f"rank 0 on n1 aborted ({CUDA})"] and " with exit code 134\n" in log, log
 
 

@@ -24,8 +24,8 @@ MAY_IMPORT = {
 }
 OPTIONAL = ("monitor", "advice", "workshop")
 NOT_FOR_THE_MONITOR = ("jobs", "doctor", "compare", "advice", "workshop", "training", "config", "data")
-# What the doctor and the login node need before an environment exists.
-BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why")
+# What the doctor, the login node and a job script need before an environment exists, or outside of it.
+BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why", "jobs.in_job")
 BARE += tuple(f"doctor.{name}" for name in ("checkup", "cli", "login_node"))
 # What makes a login node slow.
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}

@@ -22,7 +22,7 @@ LARGEST_NUMBER = 2**31 - 1  # of ranks, and of whatever else a launcher counts; 
 # The job scripts set it within the site's container (slurm/job_env.sh).
 STARTED_BY = "TRAINKIT_STARTED_BY"
 
-# What torchrun and mpirun set for their processes, and these leave to others; as in slurm/job_env.sh.
+# What torchrun and mpirun set for their processes, and these leave to others.
 LEFT_BY_LAUNCHERS = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|(TORCHELASTIC|PET|OMPI_COMM|PMI)_.*"
     "|PMIX_(RANK|NAMESPACE)"

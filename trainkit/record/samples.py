@@ -33,6 +33,8 @@ ASKED = "asked"
 NOTES = "notes"
 ENDED = "ended"
 TOLD = "told"
+# What only the last start of a job has, with the verdict (monitor/verdict_file.py) and the sampler's log.
+OF_A_START = (ASKED, ENDED, TOLD, "verdict.json", "log")
 
 PERIOD_SECONDS = 1.0  # from one sample to the next
 VERDICT_SECONDS = 15  # for the sampler to end by itself after the job, with its verdict
@@ -102,6 +104,19 @@ class Asked(NamedTuple):
     cpus_per_task: float
     tasks_per_node: float
     mb_per_node: float
+
+
+def prepare(folder: Path, asked: Asked | None) -> None:
+    """Remove what an earlier start has left, and make the folder, unless this start is not sampled (None).
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    for name in OF_A_START:
+        (folder / name).unlink(missing_ok=True)
+    if asked:
+        folder.mkdir(exist_ok=True)
+        (folder / ASKED).write_text(f"{' '.join(map(str, asked))}\n")
 
 
 class Writer:

@@ -3,18 +3,16 @@
 What Slurm says was recorded on the practice cluster, at the end of the job script, by three releases.
 """
 
-import io
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
+from conftest import ENVIRONMENT, ran, succeeded
 
 from trainkit import job_folder
-from trainkit.jobs import in_job, slurm
-from trainkit.jobs.in_job import Ending, SlurmFacts
+from trainkit.jobs import ending as of_a_job
+from trainkit.jobs.ending import Ending, SlurmFacts
 from trainkit.jobs.why import Evidence
 
 RECORDED = Path(__file__).parent / "scontrol"
@@ -37,23 +35,15 @@ def facts(release: str, situation: str) -> SlurmFacts:
 def end(
     folder: Path, facts: SlurmFacts, ending: Ending, printed: tuple[str, ...] = (), launcher: str = "srun"
 ) -> job_folder.Outcome:
-    return in_job.end(facts, folder, ending, Evidence(folder, printed, launcher))
+    return of_a_job.end(facts, folder, ending, Evidence(folder, printed, launcher))
 
 
 def test_what_slurm_says(release: str) -> None:
     told = {path.stem: facts(release, path.stem) for path in (RECORDED / release).iterdir()}
     assert [name for name in told if told[name].at_time_limit] == ["time_limit"]
     assert [name for name in told if told[name].preempted] == ["preempted"]
+    assert {name for name in told if told[name].restarts} == {"node_failed", "requeued"}
     assert SlurmFacts.parse("") == SlurmFacts()  # its controller does not answer
-
-
-def test_the_fields_that_the_job_script_itself_reads(release: str) -> None:
-    """It would not notice that one of them has another name."""
-    script = (REPOSITORY / "slurm" / "job_env.sh").read_text()
-    asked = set(re.findall(r'\$facts (?:==|!=|=~) [*"\\]*\ (\w+)=', script))
-    assert {"Reason", "ArrayTaskId"} <= asked
-    recorded = (RECORDED / release / "array.txt").read_text()
-    assert asked <= slurm.fields(recorded).keys()
 
 
 def test_a_users_words_are_not_slurms() -> None:
@@ -70,7 +60,7 @@ def test_a_users_words_are_not_slurms() -> None:
         ("node_failed", Ending(143, from_outside=True), False),  # Slurm itself brings it back
         ("preempted", Ending(143, seconds=3), True),
         ("rank_failed", Ending(1, seconds=3), False),
-        ("rank_failed", Ending(1, seconds=in_job.SOON_SECONDS), True),
+        ("rank_failed", Ending(1, seconds=of_a_job.SOON_SECONDS), True),
         ("ended_well", Ending(0, restart=2, most_restarts=3), True),
         ("ended_well", Ending(0, restart=3, most_restarts=3), False),
         ("time_limit", Ending(143, from_outside=True, restart=3, most_restarts=3), False),
@@ -79,7 +69,7 @@ def test_a_users_words_are_not_slurms() -> None:
 def test_which_jobs_that_have_saved_go_back(
     release: str, situation: str, ending: Ending, goes_back: bool
 ) -> None:
-    assert in_job.may_go_back(facts(release, situation), ending) == goes_back
+    assert of_a_job.may_go_back(facts(release, situation), ending) == goes_back
 
 
 def test_ended_well(release: str, tmp_path: Path) -> None:
@@ -145,7 +135,7 @@ def test_it_has_come_back_too_often(release: str, tmp_path: Path) -> None:
     outcome = end(tmp_path, facts(release, "requeued"), Ending(0, restart=3, most_restarts=3))
     assert outcome.exit_code == 1 and not outcome.requeued
     assert "SITE_MOST_RESTARTS" in outcome.why[0] and f"{GOES_ON} /somewhere" in outcome.why[0]
-    late = Ending(1, seconds=in_job.SOON_SECONDS, restart=3, most_restarts=3)
+    late = Ending(1, seconds=of_a_job.SOON_SECONDS, restart=3, most_restarts=3)
     outcome = end(tmp_path, facts(release, "rank_failed"), late, (KILLED,))
     assert outcome.why[0].startswith("rank 1") and "SITE_MOST_RESTARTS" in outcome.said[-1]
     ending = Ending(143, from_outside=True, restart=3, most_restarts=3)
@@ -194,20 +184,28 @@ def test_a_node_failed(release: str, tmp_path: Path) -> None:
 def test_a_start_after_the_end_has_nothing_to_do(
     plain: bool, restart: int, situation: str, noted: bool, tmp_path: Path
 ) -> None:
-    """job_env.sh looks for this note. A plain script that is preempted may leave with 0, and comes back."""
+    """The next start looks for this note. A plain script that is preempted may leave with 0, to come back."""
     if plain:
         (tmp_path / job_folder.PLAIN).touch()
     shown = (RECORDED / "24.11" / f"{situation}.txt").read_text()
     given = {"facts": shown, "folder": tmp_path, "log": tmp_path / "log", "launcher": "srun", "code": 0}
-    given |= {"seconds": 5, "restart": restart, "most-restarts": 50}
-    options = [f"--{name}={value}" for name, value in given.items()]
+    given |= {"seconds": 5, "restart": restart, "most-restarts": 50, "failure": ""}
+    options = ["--begun", *(f"--{name}={value}" for name, value in given.items())]
     succeeded(ran(sys.executable, "-m", "trainkit.jobs.in_job", "end", *options, env=ENVIRONMENT))
     assert (tmp_path / job_folder.ENDED_FOR_GOOD).exists() == noted
 
 
-def test_earlier_starts_in_the_log() -> None:
-    log = f"job     7 x, restart 0\n{KILLED}\njob     7 x, restart 1\nepoch 1\n{NODE_FAILED}\n"
-    assert in_job.of_this_start(io.BytesIO(log.encode())) == [NODE_FAILED]
+def test_the_job_script_itself_has_failed(release: str, tmp_path: Path) -> None:
+    """Its log has the sentence already. What ranks have left is of an earlier start, if it has not begun."""
+    (tmp_path / "rank-1.started").write_text("n1\n")
+    failed = Ending(1, begun=False, failure="there is no script x.py: correct its name")
+    outcome = end(tmp_path, facts(release, "requeued"), failed, (KILLED,))
+    assert (outcome.why, outcome.said, outcome.failed_rank) == ([failed.failure], [], None)
+    (tmp_path / "stopped").write_text("/somewhere\n")
+    outcome = end(tmp_path, facts(release, "requeued"), failed)
+    assert outcome.why == [failed.failure] and f"{GOES_ON} /somewhere" in outcome.said[0]
+    without_a_word = end(tmp_path, facts(release, "requeued"), replace(failed, failure=""))
+    assert not without_a_word.why
 
 
 def test_the_outcome_is_kept(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""job_env.sh where a real Slurm would take long to get there: starts that fail, after others.
+
+Slurm's commands are stand-ins here. With a real Slurm most tests of this folder run it.
+"""
+
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from checkout import Checkout
+
+from trainkit import job_folder
+
+GAVE_UP = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12) ran for 30001 ms\n"
+NOTES = ("stopped", "rank-0.failed", "outcome.json")
+
+
+class Job:
+    """The job 7 of stage 03 on one node, after so many restarts; its log is one of submitit's."""
+
+    def __init__(self, checkout: Checkout, restarts: int) -> None:
+        self.checkout = checkout
+        self.folder = checkout.folder / "results" / "jobs" / "7"
+        self.log = checkout.folder / "7_0_log.out"
+        record = f"JobId=7 Restarts={restarts} RunTime=00:00:01 TimeLimit=00:30:00 CPUs/Task=2 "
+        checkout.fake(
+            "scontrol",
+            f'case "$*" in *hostnames*) echo localhost;; *"show job"*) echo "{record}";; esac',
+        )
+        checkout.fake("srun", "echo srun: error: n1: task 0: Killed >&2; exit 137")
+
+    def run(self, **variables: str) -> CompletedProcess:
+        place = self.checkout.folder / "03_multigpu_ddp"
+        path = f"{self.checkout.commands}:{Path(sys.executable).parent}:/usr/bin:/bin"
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": str(place)}
+        command = f"bash slurm_submit.sh >>'{self.log}' 2>&1"
+        return self.checkout.run("bash", "-c", command, cwd=place, **slurm, **variables, PATH=path)
+
+    def leave(self) -> None:
+        """What an earlier start, or an older job, has left in the folder."""
+        (self.folder / "checkpoints").mkdir(parents=True)
+        for name in NOTES:
+            (self.folder / name).write_text("{}\n")
+
+    @property
+    def outcome(self) -> job_folder.Outcome:
+        outcome = job_folder.read_outcome(self.folder)
+        assert outcome, self.log.read_text()
+        return outcome
+
+
+def test_what_earlier_starts_have_printed_does_not_count(checkout: Checkout) -> None:
+    """Neither in the job's own log, nor in that of another rank, where no line tells when a start begins."""
+    job = Job(checkout, restarts=1)
+    job.log.write_text("srun: error: n1: task 1: Killed\n")
+    (checkout.folder / "7_1_log.out").write_text(GAVE_UP)
+    assert job.run().returncode == 137
+    assert job.outcome.failed_rank == 0
+    assert [line for line in job.outcome.why if "rank 0" not in line] == [], job.log.read_text()
+
+
+def test_a_variable_of_the_users_is_not_the_launcher(checkout: Checkout) -> None:
+    """The ranks of srun are its tasks; those of torchrun are not."""
+    job = Job(checkout, restarts=0)
+    assert job.run(ranks="2", launcher="torchrun").returncode == 137
+    assert job.outcome.failed_rank == 0, job.log.read_text()
+
+
+FAILURES = {
+    "activation": "activate_environment() { false; }\n",
+    "it ends the shell": "activate_environment() { exit 0; }\n",
+    "the beginning": "OMP_NUM_THREADS=many\n",
+}
+
+
+@pytest.mark.parametrize("site", FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_start_that_fails_early_says_why(site: str, restarts: int, checkout: Checkout) -> None:
+    """And nothing that an older job of this number, or an earlier start, has left."""
+    job = Job(checkout, restarts)
+    job.leave()
+    checkout.site(site)
+    assert job.run().returncode == 1
+    error, *_ = job.log.read_text().splitlines()
+    assert error.startswith("error: ")
+    assert [f"error: {reason}" for reason in job.outcome.why] == [error]
+    assert (job.outcome.restart, job.outcome.exit_code) == (restarts, 1)
+    # The checkpoints of an earlier start are still good, and those of another job are not this one's.
+    assert (job.outcome.saved is not None) == bool(restarts)
+    assert len([*job.folder.parent.glob("7-*")]) == (not restarts)
+
+
+def test_no_python_at_all(checkout: Checkout) -> None:
+    """Then nothing can say how it has ended, and what an earlier start said does not stand."""
+    job = Job(checkout, restarts=1)
+    job.leave()
+    checkout.fake("python", "exit 127")
+    assert job.run().returncode == 1
+    log = job.log.read_text()
+    assert "error: Python does not start on " in log and "with exit code 1\n" in log
+    assert not (job.folder / "outcome.json").exists()
+    assert "back to the queue" not in log

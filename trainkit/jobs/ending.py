@@ -1,0 +1,214 @@
+"""How a job ends, decided from what Slurm says of it, the notes of its ranks, its exit code and its log.
+
+It is asked at the end of the job script (`finish` in slurm/job_env.sh). It needs no packages.
+"""
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from trainkit import job_folder
+from trainkit.job_folder import Outcome
+from trainkit.jobs import slurm, why
+from trainkit.jobs.why import Evidence, Reason
+
+SOON_SECONDS = 300  # a job that fails in its first five minutes might do so again and again
+
+
+@dataclass(frozen=True)
+class SlurmFacts:
+    """What Slurm says of a job that is about to end.
+
+    Attributes:
+        at_time_limit: whether it has reached its time limit.
+        preempted: whether it was told to leave for a job of higher priority, in this start.
+        restarts: how often it has come back from the queue; None if that is unknown.
+    """
+
+    at_time_limit: bool = False
+    preempted: bool = False
+    restarts: int | None = None
+
+    @classmethod
+    def parse(cls, shown: str) -> "SlurmFacts":
+        """Return the facts in an answer of `scontrol --oneliner show job`; "" if it gave none."""
+        fields = slurm.fields(shown)
+        restarts = fields.get("Restarts", "")
+        return cls(
+            at_time_limit=fields.get("Reason") == "TimeLimit",
+            preempted=fields.get("PreemptTime", "None")[:1].isdigit(),
+            restarts=int(restarts) if restarts.isdecimal() else None,
+        )
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the job script itself knows at its end.
+
+    Attributes:
+        code: its exit code so far.
+        from_outside: whether it was sent SIGTERM or SIGHUP. scancel and the time limit send it to the job
+            script; preemption sends it to the ranks only.
+        seconds: since its start.
+        restart: which start it is; 0 for the first.
+        refusal: why Slurm has refused to put the job back into the queue; "" if it did not refuse; None if
+            it was not asked.
+        most_restarts: how often a job that has saved may go back, on this site.
+        begun: whether it has come so far that its ranks could start. Else the notes in its folder are of an
+            earlier start.
+        failure: the error by which the job script itself has ended; "" for any other end.
+    """
+
+    code: int
+    from_outside: bool = False
+    seconds: int = 0
+    restart: int = 0
+    refusal: str | None = None
+    most_restarts: int = 50
+    begun: bool = True
+    failure: str = ""
+
+    @property
+    def requeued(self) -> bool:
+        """Return whether the job has gone back to the queue."""
+        return self.refusal == ""
+
+    @property
+    def was_the_last(self) -> bool:
+        """Return whether the job has come back as often as it may on this site."""
+        return self.restart >= self.most_restarts
+
+
+def may_go_back(facts: SlurmFacts, ending: Ending) -> bool:
+    """Return whether a job that has saved may go back to the queue."""
+    return not ending.was_the_last and _has_reason_to_go_back(facts, ending)
+
+
+def _has_reason_to_go_back(facts: SlurmFacts, ending: Ending) -> bool:
+    """Return whether a job that has saved was stopped, rather than ended by its user or by a fault.
+
+    Where a rank fails, srun ends the others, and these may save. That is no reason to come back soon after
+    the start, since such a job would do so without end.
+    """
+    if facts.at_time_limit:
+        return True
+    if ending.from_outside:
+        return False
+    return ending.code == 0 or ending.seconds >= SOON_SECONDS or facts.preempted
+
+
+class Verdict(NamedTuple):
+    """How a start has ended: its exit code, why it failed, and what its log is to say of it."""
+
+    exit_code: int
+    reasons: list[Reason]
+    said: list[str]
+
+
+def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> Outcome:
+    """Return how this start of a job has ended, and what its log is to say of it.
+
+    Args:
+        facts: by Slurm.
+        folder: the job's own.
+        ending: by the job script.
+        evidence: by the ranks and by what their launcher has printed.
+    """
+    if ending.code == 0 and evidence.node_failed:  # Slurm itself puts the job back into the queue
+        ending = replace(ending, code=1, from_outside=True)
+    saved = job_folder.stopped(folder)
+    if saved == "":
+        saved = str(folder / job_folder.CHECKPOINTS)
+    verdict = _verdict(facts, folder, ending, evidence, saved)
+    first = verdict.reasons[0] if verdict.reasons else Reason("")
+    return Outcome(
+        restart=ending.restart,
+        # srun reports the highest, which is 143 where it had to end others.
+        exit_code=first.exit_code or verdict.exit_code,
+        why=[reason.text for reason in verdict.reasons],
+        failed_rank=first.rank,
+        saved=saved,
+        requeued=ending.requeued,
+        seconds=ending.seconds,
+        ended_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        said=verdict.said,
+    )
+
+
+def _verdict(
+    facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence, saved: str | None
+) -> Verdict:
+    again = _how_to_go_on(folder, saved)
+    preempted = _was_only_preempted(facts, folder)
+    if ending.failure:  # its log has it already
+        said = [f"correct it, and {again}"] if saved else []
+        return Verdict(ending.code or 1, [Reason(ending.failure)], said)
+
+    if ending.refusal:
+        refused = Reason(f"this job is not requeued ({ending.refusal}): {again}")
+        return Verdict(ending.code or 1, [refused], [f"error: {refused.text}"])
+
+    stays_as_the_last = (
+        saved is not None
+        and ending.refusal is None
+        and ending.was_the_last
+        and _has_reason_to_go_back(facts, ending)
+    )
+    code = ending.code
+    if stays_as_the_last:
+        code = code or 1  # its training has not come to its end
+
+    if stays_as_the_last and not preempted:
+        returns = f"it has come back {ending.restart} times, the most here (SITE_MOST_RESTARTS)"
+        stays = Reason(f"{returns}: {again}")
+        failed = evidence.reasons() if ending.code and not ending.from_outside else []
+        if failed:
+            return Verdict(code, failed, [*why.sentences(failed), stays.text])
+        return Verdict(code, [stays], why.sentences([stays]))
+
+    if ending.from_outside and not ending.requeued:
+        said = ["ended from outside: scancel, scontrol requeue, preemption, the time limit or a failed node"]
+        if saved:
+            said.append(f"if it does not come back by itself, {again}")
+        return Verdict(code, [], said)
+
+    if code and preempted and not ending.requeued:
+        # Newer Slurm (seen: 24.11, 26.05) brings it back, whatever its exit code; 22.05 does not.
+        left = "a job of higher priority took its place (preemption)"
+        reason = Reason(f"{left}: if squeue shows that it does not come back, {again}")
+        return Verdict(code, [reason], why.sentences([reason]))
+
+    if code == 0:
+        return Verdict(0, [], [])
+
+    reasons = evidence.reasons() if ending.begun else []
+    said = why.sentences(reasons)
+    if saved and not ending.requeued:
+        said.append(f"it failed soon after its start, so it does not come back: correct it, and {again}")
+    return Verdict(code, reasons, said)
+
+
+def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
+    """Return whether a job that ended well is to do nothing more, should Slurm start it again.
+
+    Slurm does so where it was preempted and ended by itself in its grace time (from 24.05 on), or had come
+    back before (seen: 24.11; SchedMD's ticket 25682). The training would be made twice. A plain script that
+    is told to leave may do so with 0, and then has to come back.
+    """
+    if not (folder / job_folder.PLAIN).exists():
+        return True
+    return ending.restart > 0 and not facts.preempted
+
+
+def _how_to_go_on(folder: Path, saved: str | None) -> str:
+    if saved is None:
+        return "submit again"
+    if (folder / job_folder.PLAIN).exists():
+        return f"submit again (saved: {saved})"
+    return f"submit again with --checkpoint-dir {saved}"
+
+
+def _was_only_preempted(facts: SlurmFacts, folder: Path) -> bool:
+    """Return whether preemption is why it failed: no rank had a reason of its own."""
+    return facts.preempted and not job_folder.first_failed(folder)
