@@ -45,7 +45,7 @@ class Evidence:
 
     Args:
         folder: the job's own.
-        printed: the lines of its logs.
+        printed: the lines of its logs, from this start.
         launcher: what started the ranks: srun, torchrun, or "" on this machine without Slurm.
         log: the log of rank 0. If it is one of submitit's, each rank has its own beside it.
         first_start: its logs have nothing of an earlier start.
@@ -59,10 +59,14 @@ class Evidence:
         log: Path | None = None,
         first_start: bool = True,
     ) -> None:
-        self._folder, self._launcher = folder, launcher
-        self._log, self._first_start = log, first_start
-        self._lines = list(filter(CLUES.search, printed))  # a log may have millions of others
-        self._left = next(filter(None, map(LEFT.search, self._lines)), None)
+        self._folder = folder
+        self._launcher = launcher
+        self._log = log
+        self._first_start = first_start
+        # A log may have millions of other lines.
+        self._lines = [line for line in printed if CLUES.search(line)]
+        left = (LEFT.search(line) for line in self._lines)
+        self._left = next((found for found in left if found), None)
         silent = job_folder.notes(folder, "started")
         self._nodes = {rank: job_folder.read(note) for rank, note in silent.items()}
         self._waited = sorted({int(rank) for line in self._lines for rank in TIMEOUT.findall(line)})
@@ -79,14 +83,16 @@ class Evidence:
             if never_started:
                 return [never_started]
         reasons = (self._noted_by_a_rank(), *self._deaths(), self._gave_up())
-        found = list(dict.fromkeys(filter(None, reasons)))
-        if self._nodes and not found:
+        found = list(dict.fromkeys(reason for reason in reasons if reason))
+        if found:
+            return [self._with_its_output(reason) for reason in found]
+        if self._nodes:
             why = "for want of memory: --mem" if self._launcher else "at its time limit, for want of memory"
             return [Reason(f"{self._names(self._nodes)} ended silently: killed (by hand, or {why})?")]
-        if self._launcher and not found and job_folder.notes(self._folder, "lost"):
+        if self._launcher and job_folder.notes(self._folder, "lost"):
             why = "the network failed, or a rank hung for longer than --timeout"
             return [Reason(f"the ranks lost contact: {why}")]
-        return list(map(self._with_its_output, found))
+        return []
 
     def _never_started(self) -> Reason | None:
         """Return why srun could not start the ranks' Python, if it says so."""
@@ -104,10 +110,12 @@ class Evidence:
 
     def _noted_by_a_rank(self) -> Reason | None:
         """Return the note of the rank that failed first; None on a full disk, where there is none."""
+        failed = job_folder.notes(self._folder, "failed")
         first_name = job_folder.first_failed(self._folder)
-        failed = job_folder.notes(self._folder, "failed").items()
-        for rank, note in sorted(failed, key=lambda noted: noted[1].name != first_name):
-            if lines := list(filter(None, job_folder.read(note).splitlines())):
+        first_to_last = sorted(failed, key=lambda rank: failed[rank].name != first_name)
+        for rank in first_to_last:
+            lines = [line for line in job_folder.read(failed[rank]).splitlines() if line]
+            if lines:
                 # It may not have come to its exit: PyTorch's threads abort some, and srun ends others.
                 exited = EXITED.fullmatch(self._ends().get(rank, ""))
                 return Reason(lines[0], rank, int(exited[1]) if exited else 1)
@@ -124,15 +132,18 @@ class Evidence:
         """Yield the deaths that no rank could report itself, in order; torchrun prints the first one last."""
         ended = job_folder.notes(self._folder, "finished", "failed", "lost")
         printed = "\n".join(self._lines)
-        for node, rank, how in OF_TORCHRUN.findall("\n".join([*ROOT_CAUSE.findall(printed), printed])):
+        root_cause_first = "\n".join([*ROOT_CAUSE.findall(printed), printed])
+        for node, rank, how in OF_TORCHRUN.findall(root_cause_first):
             if int(rank) not in ended:
                 yield self._died(int(rank), node, how)
         for node, tasks, how in OF_SRUN.findall(printed):
             for task in parse_ranges(tasks):
-                if self._launcher != "torchrun" and task not in ended:
+                if self._launcher == "torchrun":
+                    if not how.startswith(("Exited", "Terminated")):
+                        words = f"torchrun {task} on {node} {_in_words(how)}"
+                        yield Reason(words, exit_code=_exit_code(how))
+                elif task not in ended:
                     yield self._died(task, node, how)
-                elif self._launcher == "torchrun" and not how.startswith(("Exited", "Terminated")):
-                    yield Reason(f"torchrun {task} on {node} {_in_words(how)}", None, _exit_code(how))
 
     def _died(self, rank: int, node: str, how: str) -> Reason | None:
         """Return a clause on a rank's death; `how` is srun's word, or torchrun's exit code."""
@@ -144,11 +155,18 @@ class Evidence:
         if (self._folder / job_folder.PLAIN).exists():  # its ranks leave no notes
             words = words.replace(" silently,", "")
         if words == "aborted":
-            aborted = (found.groups() for found in map(ABORTED.search, self._lines) if found)
-            words += next((f" ({cause})" for of, cause in aborted if int(of) == rank), "")
+            words += self._cause_of_abort(rank)
         if not words:
             return None
         return Reason(f"rank {rank} on {self._nodes.get(rank) or node} {words}", rank, _exit_code(how))
+
+    def _cause_of_abort(self, rank: int) -> str:
+        """Return in brackets what NCCL says why it has aborted this rank; "" if it says nothing."""
+        for line in self._lines:
+            found = ABORTED.search(line)
+            if found and int(found[1]) == rank:
+                return f" ({found[2]})"
+        return ""
 
     def _gave_up(self) -> Reason | None:
         if not self._waited:
@@ -156,8 +174,9 @@ class Evidence:
         missing = self._names(rank for rank in self._nodes if rank not in self._waited)
         missing = f"{missing}, which hung or was lost" if missing else "each other"
         waited = ",".join(map(str, self._waited))
+        first = self._waited[0]
         reason = f"NCCL gave up after --timeout: rank {waited} waited for {missing}"
-        return Reason(reason, self._waited[0], _exit_code(self._ends().get(self._waited[0], "")))
+        return Reason(reason, first, _exit_code(self._ends().get(first, "")))
 
     def _with_its_output(self, reason: Reason) -> Reason:
         """Add the error that a script has printed which leaves no note of it, and name the log it is in."""
@@ -165,9 +184,10 @@ class Evidence:
             return reason
         log = self._log.with_name(f"{self._log.name.removesuffix(OWN_LOG)}_{reason.rank}_log.out")
         text = reason.text
-        without_its_error = re.search(r"exit code \d+$", text) and (self._folder / job_folder.PLAIN).exists()
-        if without_its_error and self._first_start and (words := _last_words(log)):
-            text += f": {words}"
+        plain = (self._folder / job_folder.PLAIN).exists()
+        if plain and self._first_start and re.search(r"exit code \d+$", text):
+            words = _last_words(log)
+            text += f": {words}" if words else ""
         if reason.rank and log.is_file():  # that of rank 0 is the job's
             text += f" (in {log.name})"
         return reason._replace(text=text)
@@ -175,8 +195,8 @@ class Evidence:
     def _names(self, ranks: Iterable[int]) -> str:
         if self._launcher:
             return ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in ranks)
-        numbers = ", ".join(map(str, ranks))
-        return numbers and f"rank {numbers}"
+        names = ", ".join(map(str, ranks))
+        return f"rank {names}" if names else ""
 
 
 def _in_words(how: str) -> str:
@@ -204,8 +224,10 @@ def _exit_code(how: str) -> int:
     exited = EXITED.fullmatch(how)
     if exited:
         return int(exited[1])
+    if how.startswith("Out Of Memory"):
+        return 128 + signal.SIGKILL
     by_name = {signal.strsignal(number): number for number in signal.valid_signals()}
-    number = signal.SIGKILL if how.startswith("Out Of Memory") else by_name.get(how.partition(" (core")[0])
+    number = by_name.get(how.partition(" (core")[0])
     return 128 + number if number else 0
 
 
@@ -221,8 +243,8 @@ def _last_words(log: Path) -> str:
 
 def sentences(reasons: list[Reason]) -> list[str]:
     """Return why a job failed as the last words of its log."""
-    lines = []
-    for number, reason in enumerate(reasons[:MOST_REASONS]):
-        # Without the guess in brackets: srun killed every rank that did not end by itself after the first.
-        lines.append(f"then    {reason.text.partition(' (')[0]}" if number else f"why     {reason.text}")
-    return lines
+    if not reasons:
+        return []
+    first, *others = reasons[:MOST_REASONS]
+    # Without the guess in brackets: srun killed every rank that did not end by itself after the first.
+    return [f"why     {first.text}", *(f"then    {reason.text.partition(' (')[0]}" for reason in others)]
