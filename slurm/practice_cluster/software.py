@@ -58,7 +58,7 @@ class Slurm:
             raise ClusterError(f"cannot write to {HERE} ({error.strerror}): make it writable.") from error
         with os.fdopen(file, "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if (self.missing() or accounting and not self.has_accounting()) and not self.unpacked.exists():
+            if (self.missing() or (accounting and not self.has_accounting())) and not self.unpacked.exists():
                 try:
                     self._unpack()
                 except ClusterError:

@@ -202,7 +202,7 @@ def test_a_command_of_the_documents_runs(
         shorter += f" --checkpoint-dir {shlex.quote(str(tmp_path / 'checkpoints'))}"
     if "breakdown.py" in command:
         shorter += f" --repeats 1 --train-size 600 --width 4 --results-dir {shlex.quote(str(tmp_path))}"
-    if "mnist_" in command or "beyond" in str(readme) and "gpt" not in command:
+    if "mnist_" in command or ("beyond" in str(readme) and "gpt" not in command):
         shorter += " --width 4"
     if "plot_results" in command or "how_many_gpus" in command:
         shorter += f" --out {shlex.quote(str(tmp_path))}"  # the later of two counts

@@ -109,7 +109,7 @@ def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout], separ
         job, log = rows[0]["job_id"], place.log(rows[0]["job_id"])
         assert "\nmeet at n1:12345;" in log
         for rank in (0, 1):
-            assert re.search(rf"^rank {rank} on n{rank + 1}: cpu CPU: .*, gloo$", log, re.M), log
+            assert re.search(rf"^rank {rank} on n{rank + 1}: cpu CPU: .*, gloo$", log, re.MULTILINE), log
         written = sorted(place.folder.rglob("debug-*"))
         folder = place.folder / "results" / "jobs" / job
         assert written == [folder / f"debug-rank-{rank}.txt" for rank in (0, 1)]
@@ -200,13 +200,27 @@ def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
     dump = "Path(os.environ['TRAINKIT_JOB_DIR'], 'environment').write_text(str(dict(os.environ)))"
     on_cluster.plant("ddp", f"from pathlib import Path; {dump}")
     left = {
-        **{"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "SLURM_RESTART_COUNT": 2, "OMP_NUM_THREADS": "1,2"},
-        **{"TORCHELASTIC_USE_AGENT_STORE": True, "PET_NNODES": 3, "OMPI_COMM_WORLD_SIZE": 2, "PMI_SIZE": 2},
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "SLURM_RESTART_COUNT": 2,
+        "OMP_NUM_THREADS": "1,2",
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "PET_NNODES": 3,
+        "OMPI_COMM_WORLD_SIZE": 2,
+        "PMI_SIZE": 2,
         # With the first, all ranks are on one core where Slurm binds them; srun refuses most of the others.
-        **{"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_NTASKS_PER_GPU": 1, "SLURM_EXCLUSIVE": 1},
-        **{"SLURM_GPUS": 1, "SLURM_MEM_PER_CPU": 10, "SLURM_DISTRIBUTION": "plane=7"},
-        **{"SLURM_TRES_BIND": "gres/gpu:per_task:1", "SLURM_GPU_BIND": "per_task:1"},
-        **{"SLURM_ARRAY_JOB_ID": 67000000, "SLURM_ARRAY_TASK_ID": 3, "SLURM_TIME_FORMAT": "%s"},
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+        "SLURM_NTASKS_PER_GPU": 1,
+        "SLURM_EXCLUSIVE": 1,
+        "SLURM_GPUS": 1,
+        "SLURM_MEM_PER_CPU": 10,
+        "SLURM_DISTRIBUTION": "plane=7",
+        "SLURM_TRES_BIND": "gres/gpu:per_task:1",
+        "SLURM_GPU_BIND": "per_task:1",
+        "SLURM_ARRAY_JOB_ID": 67000000,
+        "SLURM_ARRAY_TASK_ID": 3,
+        "SLURM_TIME_FORMAT": "%s",
     }
     shell = ["srun", "--ntasks=1", "env", *(f"{name}={value}" for name, value in left.items())]
     shape = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")

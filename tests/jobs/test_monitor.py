@@ -273,7 +273,7 @@ def test_a_job_that_goes_back_to_the_queue(on_cluster: Checkout) -> None:
     log = on_cluster.log(job)
     assert (state["JobState"], state["Restarts"]) == ("FAILED", "1"), log
     assert len(re.findall(rf"\nwatch   job {job} .*\n(why .*\n)?ended ", log)) == 2, log
-    assert re.search("^why .*SITE_MOST_RESTARTS.* with --checkpoint-dir here$", log, re.M), log
+    assert re.search("^why .*SITE_MOST_RESTARTS.* with --checkpoint-dir here$", log, re.MULTILINE), log
     (file,) = monitor_of(on_cluster, job).glob("*.csv")
     assert file.read_text().count("time,") == 1
     assert len({row["time"] for row in samples.read(file.parent)}) >= 4
@@ -322,7 +322,9 @@ def test_a_job_script_may_wait_for_what_it_has_started(on_cluster: Checkout) -> 
     assert "\nall of mine have ended\n" in log, log
     assert told(log)[-1].startswith(f"watch   job {job} "), log
     assert re.search(
-        r"^error: this job is not requeued \(.+\): submit again with --checkpoint-dir here$", log, re.M
+        r"^error: this job is not requeued \(.+\): submit again with --checkpoint-dir here$",
+        log,
+        re.MULTILINE,
     )
 
 
@@ -347,7 +349,9 @@ def test_a_job_that_ignores_sigterm(on_cluster: Checkout) -> None:
     on_cluster.cluster.run(["scancel", job])
     wait_until(lambda: f"\nwatch   job {job} " in on_cluster.log(job))
     log = on_cluster.log(job)
-    assert re.search(r"^watch   2 s after SIGTERM rank 0 on n1 .*rank 1 on n2 .*still ran", log, re.M), log
+    assert re.search(
+        r"^watch   2 s after SIGTERM rank 0 on n1 .*rank 1 on n2 .*still ran", log, re.MULTILINE
+    ), log
 
 
 def test_a_job_that_is_cancelled(on_cluster: Checkout) -> None:

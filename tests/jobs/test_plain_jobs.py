@@ -104,8 +104,11 @@ def test_the_script_of_the_page_comes_back_after_usr2_and_after_preemption(
     state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
     # Slurm before 26.05 (seen: 24.11) starts it once more when it has ended (SchedMD's ticket 25682).
     assert (state["JobState"], state["Restarts"] in "23") == ("COMPLETED", True), log
-    assert re.findall(r"^resumed from .*: epoch 1, (\d+) of 50 steps done$", log, re.M) == ["10", "20"], log
-    assert len(re.findall(r"^epoch 1: loss ", log, re.M)) == 1, log
+    assert re.findall(r"^resumed from .*: epoch 1, (\d+) of 50 steps done$", log, re.MULTILINE) == [
+        "10",
+        "20",
+    ], log
+    assert len(re.findall(r"^epoch 1: loss ", log, re.MULTILINE)) == 1, log
 
 
 def test_a_script_that_saves_nothing_is_preempted(on_cluster: Checkout) -> None:

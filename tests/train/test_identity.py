@@ -193,9 +193,8 @@ def test_a_network_is_the_same_in_another_process_and_in_a_wrapper() -> None:
 MADE = "optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))"
 SGD = "optimizer, schedule = torch.optim.SGD(model.parameters(), lr=opts.scaled_lr, momentum=0.9), None"
 STEP = "schedule.step()"
-SCHEDULE = "optimizer, _ = optimizer_and_schedule(opts, model, len(train_batches))\n    " + (
-    "schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"
-)
+SCHEDULE = """optimizer, _ = optimizer_and_schedule(opts, model, len(train_batches))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"""
 ALL_OPTIONS = '__import__("dataclasses").asdict(opts)["lr"]'
 
 

@@ -337,7 +337,7 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
                 assert sentence in one_error(script(*given, ranks=1))
             own.write_text(STORIES)
             done = succeeded(script(*given, ranks=2))
-        assert re.search(r"^epoch 2/2: train loss \S+, \S+ words/s, \S+ s$", done.stdout, re.M)
+        assert re.search(r"^epoch 2/2: train loss \S+, \S+ words/s, \S+ s$", done.stdout, re.MULTILINE)
         rows = rows_of(tmp_path / name)
         (path,) = (tmp_path / name / "runs").glob("*.csv")
         metrics = [one for one in records.read_metrics(path) if one["metric"] != "words_per_s"]

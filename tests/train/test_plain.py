@@ -199,7 +199,7 @@ def test_a_job_with_nothing_of_the_kit(few_images: Path, cluster: RunningCluster
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), told
     assert "saved and stopped in epoch 1 after 10 of 20 steps\n" in told
     assert f"resumed from job-{job}/checkpoints/plain_ddp.pt: epoch 1, 10 of 20 steps done\n" in told
-    assert len(re.findall(rf"^epoch 1: .* of {TESTED} right", told, re.M)) == 1, told
+    assert len(re.findall(rf"^epoch 1: .* of {TESTED} right", told, re.MULTILINE)) == 1, told
 
 
 def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(

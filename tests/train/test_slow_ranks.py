@@ -47,7 +47,7 @@ def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixt
         assert 0 < first < 2 <= second <= row["train_seconds"]
     who = (
         f"rank 1 on {re.escape(os.uname().nodename)}"
-        + r" takes \d+\.\dx the median of the others for its own"
+        r" takes \d+\.\dx the median of the others for its own"
     )
     assert len(re.findall(who, told)) == 1, "that of the epoch after the warm-up"
     report([results], results)
@@ -179,7 +179,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, checkout: Chec
     assert done.returncode == 1
     place_of = rf"on {re.escape(os.uname().nodename)}: cpu CPU: .+, core\(s\) [\d,]+, gloo"
     for rank in (0, 1):
-        assert re.search(rf"^rank {rank} {place_of}$", done.stdout, re.M)
+        assert re.search(rf"^rank {rank} {place_of}$", done.stdout, re.MULTILINE)
     assert "error on rank 0: lost the other ranks" in done.stderr
     texts = [(tmp_path / "results" / "debug" / f"debug-rank-{rank}.txt").read_text() for rank in (0, 1)]
     assert all("MASTER_ADDR=" in text and f"\nRANK={rank}\n" in text for rank, text in enumerate(texts))
@@ -210,7 +210,7 @@ def test_writing_the_stacks_of_a_rank_at_work_does_not_crash_it(tmp_path: Path) 
 
 def test_debug_in_one_process_and_in_a_folder_that_is_a_file(tmp_path: Path, script: Script) -> None:
     done = succeeded(script("single", *SMALL, "--debug", "--results-dir", tmp_path))
-    assert re.search(r"^rank 0 on \S+: cpu CPU: .*, no group$", done.stdout, re.M)
+    assert re.search(r"^rank 0 on \S+: cpu CPU: .*, no group$", done.stdout, re.MULTILINE)
     (tmp_path / "file" / "debug").parent.mkdir()
     (tmp_path / "file" / "debug").touch()
     done = script("single", *SMALL, "--debug", "--results-dir", tmp_path / "file")

@@ -75,7 +75,7 @@ def test_a_default_can_be_read_back(name: str, tmp_path: Path) -> None:
     writer.add({"epoch": 1})
     (row,) = records.read(writer.path)
     default = COLUMNS[name].default
-    assert row[name] == default or math.isnan(row[name]) and math.isnan(default)
+    assert row[name] == default or (math.isnan(row[name]) and math.isnan(default))
 
 
 def test_what_shapes_a_training_without_a_column_is_in_its_settings() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401  imported within a group, it would keep that alive
+import torch.distributed.nn.functional  # imported within a group, it would keep that alive
 
 from trainkit.devices import accelerator_of, card, choose_device, gpus
 from trainkit.distributed import debugging, meeting

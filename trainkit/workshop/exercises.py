@@ -132,7 +132,9 @@ class Exercise:
         if any((mine / name).exists() for name in names):
             return
         # A `?` in place of each value in lines `name = value  # comment`.
-        blank = re.sub(r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.M)
+        blank = re.sub(
+            r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.MULTILINE
+        )
         # A class may share one checkout.
         advice = "free the space, or work in a checkout of your own; `reset` then lays the files out again."
         with explained(f"{relative(mine)} cannot be written to", advice):

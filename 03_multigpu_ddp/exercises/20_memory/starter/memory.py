@@ -22,7 +22,7 @@ class Alive(TorchDispatchMode):
         self.now = self.peak = 0
         self._known = weakref.WeakSet()
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # noqa: ANN204
         result = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
