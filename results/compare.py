@@ -12,6 +12,7 @@ import os
 import platform
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import NamedTuple
 
 from trainkit import errors
@@ -141,7 +142,7 @@ def _compare_on_cores(compared: sweep.Sweep, workers: int, batch: int, arguments
         repeats=arguments.repeats or 1,
     )
     runs, _ = compared.planned(grid)
-    return sweep.run(compared, runs, max_jobs=1)
+    return sweep.run(compared, runs, max_jobs=1, report=_report)
 
 
 def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, arguments: argparse.Namespace) -> int:
@@ -173,7 +174,16 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, arguments: ar
         runs |= dict.fromkeys(of_grid)
     in_order = sorted(runs, key=lambda run: (run.repeat, run.shape.gpus))
     # One job at a time: jobs that share a node could slow each other down.
-    return sweep.run(compared, in_order, max_jobs=1, run_seconds=run_seconds)
+    return sweep.run(compared, in_order, max_jobs=1, report=_report, run_seconds=run_seconds)
+
+
+def _report(csvs: list[Path], out: Path) -> int:
+    """Print the comparison of the runs, and write it to `out`."""
+    # It loads pandas, which is needed here only: login nodes are slow.
+    from trainkit.compare.report import report
+
+    tell(report(csvs, out))
+    return 0
 
 
 def _probe(compared: sweep.Sweep, batch: int) -> Probe:

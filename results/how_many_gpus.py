@@ -8,8 +8,7 @@ import json
 import math
 from pathlib import Path
 
-from trainkit.advice.advice import NextRun, Option, interval
-from trainkit.advice.constraints import Constraints
+from trainkit.advice.advice import Constraints, NextRun, Option, interval
 from trainkit.advice.report import AnswerText, answer_for, report
 from trainkit.config.command_line import Parser, above_0, at_least, duration, given_path, list_of
 from trainkit.errors import run

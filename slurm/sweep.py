@@ -6,9 +6,10 @@ Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,102
 import argparse
 import sys
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 
 from trainkit import errors
-from trainkit.advice.constraints import Constraints
 from trainkit.config.command_line import (
     Parser,
     above_0,
@@ -116,7 +117,7 @@ def main() -> int:
             planned_sweep,
             runs,
             own_options.max_jobs,
-            constraints=None if is_plain else _constraints(own_options),
+            report=partial(_report, own_options=own_options),
         )
 
 
@@ -128,15 +129,22 @@ def _print_runs(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> Non
     sweep.print_plan(planned_sweep, runs)
 
 
-def _constraints(own_options: argparse.Namespace) -> Constraints:
-    """Return what the training that the user plans is to keep to."""
-    return Constraints(
-        own_options.target,
+def _report(csvs: list[Path], out: Path, own_options: argparse.Namespace) -> int:
+    """Compare the runs, and say how many GPUs the training that the user plans should ask for."""
+    # They load pandas, which is needed here only: login nodes are slow.
+    from trainkit.advice.advice import Constraints
+    from trainkit.advice.report import compare_and_answer
+
+    if own_options.plain:
+        return compare_and_answer(csvs, out, constraints=None)
+    constraints = Constraints(
+        target=own_options.target,
         deadline_s=own_options.deadline and 60 * own_options.deadline,
         budget_hours=own_options.budget,
         min_efficiency=own_options.min_efficiency / 100,
         gpus_per_node=own_options.gpus_per_node or max(own_options.gpus),
     )
+    return compare_and_answer(csvs, out, constraints)
 
 
 def _loaders(own_options: argparse.Namespace) -> tuple[int | None, ...]:

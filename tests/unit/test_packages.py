@@ -15,15 +15,21 @@ MAY_IMPORT = {
     "distributed": (),
     "record": ("distributed",),
     "training": ("config", "data", "distributed", "record"),
-    "jobs": ("config", "data.staging", "distributed", "record", "advice"),
+    "jobs": ("config", "data.staging", "distributed", "record"),
     "doctor": ("config", "data", "distributed", "jobs", "record", "training"),
-    "compare": ("config", "record"),
-    "advice": ("config", "record", "compare"),
+    "compare": ("record",),
+    "advice": ("compare", "record"),
     "monitor": ("distributed", "record"),
     "workshop": ("compare", "config", "distributed", "record", "jobs", "data.staging"),
 }
 OPTIONAL = ("monitor", "advice", "workshop")
-NOT_FOR_THE_MONITOR = ("jobs", "doctor", "compare", "advice", "workshop", "training", "config", "data")
+_WHAT_TRAINS = ("jobs", "doctor", "training", "config", "data")
+# Package -> packages without which it can be imported: it needs a folder of CSVs alone.
+DOES_WITHOUT = {
+    "compare": (*_WHAT_TRAINS, "advice", "monitor", "workshop"),
+    "advice": (*_WHAT_TRAINS, "monitor", "workshop"),
+    "monitor": (*_WHAT_TRAINS, "compare", "advice", "workshop"),
+}
 # What the doctor, the login node and a job script need before an environment exists, or outside of it.
 BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why", "jobs.in_job")
 BARE += tuple(f"doctor.{name}" for name in ("checkup", "cli", "login_node"))
@@ -62,16 +68,18 @@ def test_a_package_imports_what_it_may(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_the_core_does_without_the_monitor(path: Path) -> None:
-    """All that they know of each other is a folder of CSVs (record/samples.py)."""
-    assert not {name for name in imports(path) if name.startswith("trainkit.monitor")}
+def test_the_core_does_without_the_optional_packages(path: Path) -> None:
+    """All that they know of each other is a folder of CSVs (record/records.py, record/samples.py)."""
+    optional = tuple(f"trainkit.{name}" for name in OPTIONAL)
+    assert not {name for name in imports(path) if name.startswith(optional)}
 
 
-def test_the_monitor_needs_no_other_package_than_the_core() -> None:
+@pytest.mark.parametrize("package", DOES_WITHOUT)
+def test_a_package_that_reads_csvs_needs_no_training_and_no_jobs(package: str) -> None:
     """It can be imported where the packages that it must not need are not there."""
-    names = [path.stem for path in PACKAGES if path.parent.name == "monitor" and path.stem != "__init__"]
-    modules = ", ".join(f"trainkit.monitor.{name}" for name in names)
-    absent = {f"trainkit.{name}": None for name in NOT_FOR_THE_MONITOR}
+    names = [path.stem for path in PACKAGES if path.parent.name == package and path.stem != "__init__"]
+    modules = ", ".join(f"trainkit.{package}.{name}" for name in names)
+    absent = {f"trainkit.{name}": None for name in DOES_WITHOUT[package]}
     program = f"import sys; sys.modules |= {absent!r}; import {modules}"
     succeeded(ran(sys.executable, "-c", program, cwd=REPOSITORY))
 

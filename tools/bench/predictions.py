@@ -22,12 +22,12 @@ from trainkit.advice.advice import (
     BYTES_OF_A_GRADIENT,
     INTERVAL,
     Answer,
+    Constraints,
     Option,
     advise,
     interval,
     read_all_reduces,
 )
-from trainkit.advice.constraints import Constraints
 from trainkit.advice.run_set import RunSet, sets
 from trainkit.advice.scaling import Measured, Shape, fit
 from trainkit.compare import comparison

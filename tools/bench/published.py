@@ -26,8 +26,15 @@ import pandas as pd
 from predictions import as_texts
 
 from trainkit import errors
-from trainkit.advice.advice import AS_GOOD, BYTES_OF_A_GRADIENT, INTERVAL, advise, choose, predict_option
-from trainkit.advice.constraints import Constraints
+from trainkit.advice.advice import (
+    AS_GOOD,
+    BYTES_OF_A_GRADIENT,
+    INTERVAL,
+    Constraints,
+    advise,
+    choose,
+    predict_option,
+)
 from trainkit.advice.run_set import RunSet
 from trainkit.advice.scaling import Scaling, Shape, fit
 from trainkit.compare.page import markdown

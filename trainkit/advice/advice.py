@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 
 from trainkit.advice import scaling
-from trainkit.advice.constraints import Constraints
 from trainkit.advice.run_set import RunSet
 from trainkit.advice.scaling import DRAWS, AllReduce, Scaling, Shape
 from trainkit.compare import comparison
@@ -41,6 +40,26 @@ RESULTS_OF_A_RUN = 5
 LEAST_GAIN = 0.02
 BYTES_OF_A_GRADIENT = 4
 SECONDS_OF_AN_HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """The limits that the choice has to keep.
+
+    With a `target`, a test accuracy (%), the time until it is reached counts, else that of `epochs`. `gpus`,
+    `batches` and `gpus_per_node` are the values to choose from: if empty, those measured, and twice the
+    largest count. `price` is the cost of a GPU-hour, and does not affect the choice.
+    """
+
+    target: float | None = None
+    epochs: int | None = None
+    deadline_s: float | None = None
+    budget_hours: float | None = None
+    min_efficiency: float = 0.7
+    gpus: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
+    gpus_per_node: int | None = None
+    price: float | None = None
 
 
 class Interval(NamedTuple):

@@ -15,13 +15,13 @@ from trainkit.advice.advice import (
     AS_GOOD,
     SURE,
     Answer,
+    Constraints,
     NextRun,
     Option,
     advise,
     interval,
     read_all_reduces,
 )
-from trainkit.advice.constraints import Constraints
 from trainkit.advice.run_set import sets
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, doubts, page

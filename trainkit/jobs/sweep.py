@@ -1,7 +1,7 @@
 """A sweep: the planned runs of a comparison, their folder, their queue, and what is printed.
 
-slurm/sweep.py and `make compare` are sweeps. This module checks only numbers, so that hundreds of
-runs are checked at once; only the jobs load PyTorch, and only the comparison of their results pandas.
+slurm/sweep.py and `make compare` are sweeps: they say what is reported of the runs at the end. This module
+checks only numbers, so that hundreds of runs are checked at once; only the jobs load PyTorch.
 """
 
 import math
@@ -10,14 +10,13 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.advice.constraints import Constraints
 from trainkit.config.options import Options
 from trainkit.errors import UserError, tell
 from trainkit.files import check_writable, locked, replacing
@@ -37,6 +36,9 @@ FINISHED = "finished"
 CSV_SECONDS = 60
 # What stays the same on every number of GPUs: the global batch size, that of each GPU, or each in turn.
 STRONG, WEAK, BOTH = "strong", "weak", "both"
+# Compares the runs of these CSVs, writes to this folder, and returns the exit code. Among the CSVs may be the
+# folder of what the doctor has measured.
+Report = Callable[[list[Path], Path], int]
 
 
 @dataclass(frozen=True)
@@ -325,20 +327,19 @@ def run(
     sweep: Sweep,
     planned: list[PlannedRun],
     max_jobs: int,
+    report: Report,
     run_seconds: float | None = None,
-    constraints: Constraints | None = None,
 ) -> int:
-    """Finish the runs, at most `max_jobs` at a time, and compare them; return the exit code.
+    """Finish the runs, at most `max_jobs` at a time, and report on them; return the exit code.
 
-    The caller has claimed the folder. `run_seconds` is about how long one run takes, if known; with
-    `constraints` it ends with how many GPUs to ask for.
+    The caller has claimed the folder. `run_seconds` is about how long one run takes, if known.
 
     Raises:
         UserError: if the first job is refused, or Slurm does not answer.
     """
     print_plan(sweep, planned, run_seconds)
     tell(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n")
-    return _compare(sweep, finish(sweep, planned, max_jobs, sweep.folder), constraints)
+    return _report(sweep, finish(sweep, planned, max_jobs, sweep.folder), report)
 
 
 def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Path) -> list[str]:
@@ -508,26 +509,23 @@ def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | Non
         tell(f"note: {held_by_this_shell}")
 
 
-def _compare(sweep: Sweep, failed: list[str], constraints: Constraints | None) -> int:
-    """Compare the finished runs, answer with `constraints` how many GPUs to ask for; return the exit code."""
+def _report(sweep: Sweep, failed: list[str], report: Report) -> int:
+    """Report on the finished runs, and name those that failed; return the exit code."""
     exit_code = 0
     compared = sweep.finished()
     if sweep.plain:
         compared = [csv for recorded in sweep.runs("*") for csv in recorded.csvs]
     try:
         if compared:
-            # It loads pandas, which is needed here only.
-            from trainkit.advice.report import compare_and_answer
-
             tell("")
             times_by_the_doctor = sweep.site.results_dir / "all_reduce"
             if times_by_the_doctor.is_dir():
                 compared.append(times_by_the_doctor)
-            exit_code = compare_and_answer(compared, sweep.folder, constraints)
+            exit_code = report(compared, sweep.folder)
         elif sweep.plain and sweep.finished():
             tell("\nno run has written a record to compare: YOUR_TRAINING.md shows how a script writes one")
     finally:
-        # They are named even if the comparison fails.
+        # They are named even if the report fails.
         if failed:
             tell(f"failed: {', '.join(failed)}. The same command runs them again.", sys.stderr)
     return 1 if failed else exit_code
