@@ -8,15 +8,35 @@ What to see: "Why 100 % utilisation says little" in slurm/MONITORING.md.
 
 import math
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from trainkit import errors
 from trainkit.config.command_line import Parser, above_0
 
-WAYS = {"wait": "sleeps", "spin": "turns in a loop that does nothing", "work": "multiplies matrices"}
-PIECE = 0.02  # seconds of one turn, about
-SETTLE = 2  # seconds
+WAYS = {
+    "wait": "sleeps",
+    "spin": "turns in a loop that does nothing",
+    "work": "multiplies matrices",
+}
+TURN_SECONDS = 0.02  # about
+# The mean of the first seconds may hold what ran on the GPU before.
+SETTLE_SECONDS = 2
+# About the clock of a GPU.
+TICKS_PER_SECOND = 1.5e9
+# A product that fills a GPU, or takes one core some milliseconds.
+GPU_MATRIX_SIZE = 8192
+CPU_MATRIX_SIZE = 512
+
+
+class Measurement(NamedTuple):
+    """What a monitor shows of a device, and what the device has done."""
+
+    busy_percent: float
+    power_w: float  # NaN of a CPU
+    products_per_second: float
 
 
 def main() -> None:
@@ -25,55 +45,82 @@ def main() -> None:
     parser.add_argument("--seconds", type=above_0(1e6), default=5, metavar="S", help="for each (default: 5)")
     parser.add_argument("--no-cuda", action="store_true", help="use the CPU even if there is a GPU")
     opts = parser.parse_args()
+    # One core is all that it takes.
+    torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available() and not opts.no_cuda
-    torch.set_num_threads(1)  # one core is all that it takes
-    where = torch.cuda.get_device_name() if on_gpu else "one core"
-    errors.tell(f"{where:42}{'looks busy':>12}{'power':>9}{'products/s':>13}")
+    device = torch.cuda.get_device_name() if on_gpu else "one core"
+    errors.tell(f"{device:42}{'looks busy':>12}{'power':>9}{'products/s':>13}")
     for way in [opts.way] if opts.way else WAYS:
-        busy, watts, done = measure(way, on_gpu, opts.seconds)
-        cells = ["-" if math.isnan(watts) else f"{watts:.0f} W", f"{done:,.0f}"]
-        errors.tell(f"{way + ': ' + WAYS[way]:42}{busy:10.0f} %{cells[0]:>9}{cells[1]:>13}")
+        measured = measure_gpu(way, opts.seconds) if on_gpu else measure_core(way, opts.seconds)
+        power = "-" if math.isnan(measured.power_w) else f"{measured.power_w:.0f} W"
+        products = f"{measured.products_per_second:,.0f}"
+        title = f"{way}: {WAYS[way]}"
+        errors.tell(f"{title:42}{measured.busy_percent:10.0f} %{power:>9}{products:>13}")
 
 
-def measure(way: str, on_gpu: bool, seconds: float) -> tuple[float, float, float]:
-    """Return what a monitor shows, % of the GPU or of a core and W, and the matrix products per second."""
-    # A product that fills a GPU, or takes one core some milliseconds.
-    size, kind = (8192, torch.half) if on_gpu else (512, torch.float)
-    matrix = torch.rand(size, size, device="cuda" if on_gpu else "cpu", dtype=kind)
+def measure_core(way: str, seconds: float) -> Measurement:
+    """Spend so many seconds on one core in one of the `WAYS`."""
+    matrix = torch.rand(CPU_MATRIX_SIZE, CPU_MATRIX_SIZE)
     product = matrix @ matrix
 
-    def turn() -> None:
-        if way == "wait":
-            time.sleep(PIECE)
-        elif way == "work":
-            torch.matmul(matrix, matrix, out=product)
-        elif on_gpu:
-            torch.cuda._sleep(int(PIECE * 1.5e9))  # one thread that counts ticks of the GPU's clock
-        else:
-            until = time.perf_counter() + PIECE
-            while time.perf_counter() < until:
-                pass
+    def spin() -> None:
+        until = time.perf_counter() + TURN_SECONDS
+        while time.perf_counter() < until:
+            pass
 
-    def turns_per_second(seconds: float) -> float:
-        start, turns = time.perf_counter(), 0
-        while (passed := time.perf_counter() - start) < seconds:
-            turn()
-            turns += 1
-            if on_gpu:
-                torch.cuda.synchronize()
-        return turns / passed
+    turns = {"wait": wait, "spin": spin, "work": lambda: torch.matmul(matrix, matrix, out=product)}
+    began = time.perf_counter()
+    cpu_seconds_before = time.process_time()
+    turns_per_second = repeat(turns[way], seconds)
+    busy_seconds = time.process_time() - cpu_seconds_before
+    return Measurement(
+        busy_percent=100 * busy_seconds / (time.perf_counter() - began),
+        power_w=math.nan,
+        products_per_second=turns_per_second if way == "work" else 0,
+    )
 
-    if on_gpu:  # a first answer, and the mean of the first seconds, may hold what ran before
-        torch.cuda.utilization()
-        turns_per_second(SETTLE)
-    start, start_of_cpu = time.perf_counter(), time.process_time()
-    speed = turns_per_second(seconds)
-    busy = 100 * (time.process_time() - start_of_cpu) / (time.perf_counter() - start)
-    watts = math.nan
-    if on_gpu:
-        turn()  # it works on while it is asked; the answer is of its last second, or less
-        busy, watts = torch.cuda.utilization(), torch.cuda.power_draw() / 1000
-    return busy, watts, speed if way == "work" else 0
+
+def measure_gpu(way: str, seconds: float) -> Measurement:
+    """Spend so many seconds on the GPU in one of the `WAYS`."""
+    matrix = torch.rand(GPU_MATRIX_SIZE, GPU_MATRIX_SIZE, device="cuda", dtype=torch.half)
+    product = matrix @ matrix
+
+    def spin() -> None:
+        # One thread counts ticks of the GPU's clock.
+        torch.cuda._sleep(int(TURN_SECONDS * TICKS_PER_SECOND))
+
+    turns = {"wait": wait, "spin": spin, "work": lambda: torch.matmul(matrix, matrix, out=product)}
+    turn = turns[way]
+
+    def turn_to_its_end() -> None:
+        turn()
+        torch.cuda.synchronize()
+
+    # The first answer may also hold what ran before.
+    torch.cuda.utilization()
+    repeat(turn_to_its_end, SETTLE_SECONDS)
+    turns_per_second = repeat(turn_to_its_end, seconds)
+    # It works on while it is asked; the answer is of its last second, or less.
+    turn()
+    return Measurement(
+        busy_percent=torch.cuda.utilization(),
+        power_w=torch.cuda.power_draw() / 1000,
+        products_per_second=turns_per_second if way == "work" else 0,
+    )
+
+
+def wait() -> None:
+    time.sleep(TURN_SECONDS)
+
+
+def repeat(turn: Callable[[], object], seconds: float) -> float:
+    """Call `turn` for so many seconds; return how often per second."""
+    began = time.perf_counter()
+    turns = 0
+    while time.perf_counter() - began < seconds:
+        turn()
+        turns += 1
+    return turns / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":
