@@ -1,0 +1,80 @@
+"""What a job asked Slurm for, and what would have been enough."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from sampled_jobs import (
+    MakeJob,
+    change,
+    has_asked,
+    with_cells,
+    write_job,
+)
+from traces import (
+    FROM_LOADERS,
+    STARVED,
+    Gpu,
+)
+
+from trainkit.monitor.requests import CORES, MEMORY
+from trainkit.monitor.verdict import judge
+from trainkit.record import samples
+
+LOADING = Gpu(loaders=2, loader_cores=1.98)
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> MakeJob:
+    return partial(write_job, tmp_path / "monitor")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "asked", "enough"),
+    [
+        (LOADING, "8 2 61440", {MEMORY: 10, CORES: 4}),
+        # With torchrun, one task has all ranks of its node.
+        (LOADING, "8 1 61440", {MEMORY: 10}),
+        (LOADING, "4 2 61440", {MEMORY: 10}),
+        # Where batches are late, a remedy takes cores.
+        (STARVED, "8 2 61440", {MEMORY: 10}),
+        # No --mem was given.
+        (LOADING, "8 2 0", {CORES: 4}),
+        (LOADING, "", {}),
+    ],
+)
+def test_the_next_request_is_the_peak_and_a_margin(
+    make_job: MakeJob, gpu: Gpu, asked: str, enough: dict[str, int]
+) -> None:
+    """Only what saves something, of a job script that asked for it."""
+    folder = make_job([gpu] * 2, host_memory_share=0.13, facts=FROM_LOADERS)
+    has_asked(folder, asked)
+    requests = judge(folder).too_much
+    assert {request.option: request.enough for request in requests} == enough
+    used = {MEMORY: 7.7, CORES: 2.98}
+    assert all(request.used == pytest.approx(used[request.option], abs=0.05) for request in requests)
+
+
+@pytest.mark.parametrize("ended", ["137", "1", ""])
+def test_what_is_enough_is_unknown_of_a_job_that_did_not_end_well(make_job: MakeJob, ended: str) -> None:
+    """It may have been killed for want of memory; or it still runs."""
+    folder = make_job([LOADING] * 2)
+    has_asked(folder, "8 2 61440", ended=ended)
+    assert judge(folder).too_much == []
+
+
+def test_what_is_enough_is_unknown_of_a_job_too_short(make_job: MakeJob) -> None:
+    folder = make_job([LOADING] * 2, epochs=1, train_seconds=1, record=False)
+    has_asked(folder, "8 2 61440")
+    assert judge(folder).too_much == []
+
+
+def test_a_resume_and_shared_files_need_memory(make_job: MakeJob) -> None:
+    folder = make_job([LOADING] * 2, host_memory_share=0.13)
+    has_asked(folder, "4 2 61440")
+    change(folder, with_cells({"checkpoint_mb": "2000"}, samples.NODE))
+    (request,) = judge(folder).too_much
+    assert request.enough == 14 and request.resume == pytest.approx(3.7, abs=0.05)
+    change(folder, with_cells({"checkpoint_mb": "", "shared_files_mb": "3000"}, samples.NODE))
+    (request,) = judge(folder).too_much
+    assert request.enough == 13 and request.used == pytest.approx(10.5, abs=0.05)
