@@ -12,7 +12,6 @@ from trainkit.advice.advice import Constraints, NextRun, Option, interval
 from trainkit.advice.report import AnswerText, answer_for, report
 from trainkit.config.command_line import Parser, above_0, at_least, duration, given_path, list_of
 from trainkit.errors import run
-from trainkit.files import explained
 
 RESULTS = Path(__file__).resolve().parent
 
@@ -32,8 +31,7 @@ def main() -> int:
     )
     answer, skipped = answer_for(arguments.paths, constraints, set_number=arguments.set)
     if arguments.json:
-        with explained("the answer cannot be written", "free the space, or read all of it."):
-            print(json.dumps(_as_json(answer) | {"skipped": skipped}, indent=1), flush=True)
+        print(json.dumps(_as_json(answer) | {"skipped": skipped}, indent=1), flush=True)
     else:
         report(answer, constraints, arguments.out, skipped)
     return 0 if answer.answer.best else 1

@@ -154,13 +154,13 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
     runs = RunSet(rows, target=constraints.target, epochs=constraints.epochs)
     gradient_bytes = BYTES_OF_A_GRADIENT * int(rows.parameters.max())
     models = {stage: scaling.fit(runs.measured(stage), all_reduces, gradient_bytes) for stage in runs.stages}
-    found = find_options(runs, models, constraints)
-    if not found.options:
-        reasons = "; ".join(found.unknown) or "no batch divides evenly among the devices"
+    predicted = find_options(runs, models, constraints)
+    if not predicted.options:
+        reasons = "; ".join(predicted.unknown) or "no batch divides evenly among the devices"
         raise UserError(f"none of the choices can be predicted ({reasons}): give others.")
-    choice = choose(found.options, constraints)
-    missing = found.missing_runs
-    if missing and all(option.shape.devices == 1 for option in found.options):
+    choice = choose(predicted.options, constraints)
+    missing = predicted.missing_runs
+    if missing and all(option.shape.devices == 1 for option in predicted.options):
         reasons = "; ".join(missing)
         choice = choice._replace(best=None, why=f"runs on one device say nothing about several: {reasons}")
     next_runs: list[NextRun] = []
@@ -170,12 +170,12 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
         next_runs = sorted(next_runs or missing.values(), key=attrgetter("hours"))
     return Answer(
         goal=runs.epochs.goal,
-        options=found.options,
+        options=predicted.options,
         best=choice.best,
         why=choice.why,
         sure=choice.sure,
         next_runs=next_runs,
-        unknown=found.unknown,
+        unknown=predicted.unknown,
         models=models,
     )
 
@@ -436,8 +436,8 @@ def _runs_to_be_sure(choice: Choice) -> list[NextRun]:
             continue
         # The run's result shows which part of the draws holds the truth; choose again among those.
         order = np.argsort(option.seconds, kind="stable")
-        parts = np.array_split(order, RESULTS_OF_A_RUN)
-        sure_then = np.mean([choice.is_good[:, part].mean(axis=1).max() for part in parts])
+        draws_of_results = np.array_split(order, RESULTS_OF_A_RUN)
+        sure_then = np.mean([choice.is_good[:, draws].mean(axis=1).max() for draws in draws_of_results])
         if sure_then > sure_now + LEAST_GAIN:
             shows = f"a sure choice in {100 * sure_then:.0f} % of cases instead of {100 * sure_now:.0f} %"
             gain_of_run.append((sure_then - sure_now, option.next_run(shows)))

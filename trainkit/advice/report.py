@@ -80,17 +80,19 @@ def answer_for(paths: list[Path], constraints: Constraints, set_number: int | No
 
 def _choose_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
     """Return the set that was chosen, counted from 1, or the only one."""
-    found = sets(rows)
-    if number is None and len(found) == 1:
-        return found[0].rows
-    if number and number <= len(found):
-        return found[number - 1].rows
-    if len(found) == 1:
+    run_sets = sets(rows)
+    if number is None and len(run_sets) == 1:
+        return run_sets[0].rows
+    if number and number <= len(run_sets):
+        return run_sets[number - 1].rows
+    if len(run_sets) == 1:
         raise UserError("these runs are of one set: leave out --set.")
-    clauses = [f"{i}: {name} ({runs.run_id.nunique()} runs)" for i, (name, runs) in enumerate(found, start=1)]
+    clauses = [
+        f"{i}: {name} ({runs.run_id.nunique()} runs)" for i, (name, runs) in enumerate(run_sets, start=1)
+    ]
     raise UserError(
-        f"these runs are of {len(found)} sets that cannot be fitted together: {'; '.join(clauses)}. Choose "
-        "one with --set N."
+        f"these runs are of {len(run_sets)} sets that cannot be fitted together: {'; '.join(clauses)}. "
+        "Choose one with --set N."
     )
 
 

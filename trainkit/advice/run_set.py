@@ -40,18 +40,18 @@ def sets(rows: pd.DataFrame) -> list[NamedRuns]:
         # More CPU threads do not make a GPU faster.
         threads_per_worker=rows.threads_per_worker.where(is_on_cpu, 0),
     )
-    words = {name: COLUMNS[name].words for name in OF_A_SET}
-    words["base_lr"] = COLUMNS["lr"].words
+    name_in_words = {name: COLUMNS[name].words for name in OF_A_SET}
+    name_in_words["base_lr"] = COLUMNS["lr"].words
     # A schedule that counts steps has other constants at another batch, and a script other arguments on more
     # devices, such as fewer micro-batches. Only what differs at equal sizes does not follow from them.
-    runs_of_equal_size = rows.groupby([*words, "devices", "nodes", "global_batch"])
+    runs_of_equal_size = rows.groupby([*name_in_words, "devices", "nodes", "global_batch"])
     for name in comparison.DOUBTED:
         if runs_of_equal_size[name].nunique().max() > 1:
-            words[name] = COLUMNS[name].words
-    differing = [name for name in words if comparison.varies(rows, name)]
+            name_in_words[name] = COLUMNS[name].words
+    differing = [name for name in name_in_words if comparison.varies(rows, name)]
     named = []
-    for _, group in rows.groupby(list(words)):
-        clauses = [f"{words[name]} {group[name].iloc[0]}" for name in differing]
+    for _, group in rows.groupby(list(name_in_words)):
+        clauses = [f"{name_in_words[name]} {group[name].iloc[0]}" for name in differing]
         named.append(NamedRuns(", ".join(clauses), group))
     return named
 

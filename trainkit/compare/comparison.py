@@ -162,7 +162,7 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
                 "why": strong.why_none,
                 "weak_efficiency": _times_as_fast(row, weak.row) / row.devices,
                 "weak_baseline": weak.stage,
-                "doubt": doubts.marks(row, [found.row for found in (strong, weak) if found.row]),
+                "doubt": doubts.marks(row, [baseline.row for baseline in (strong, weak) if baseline.row]),
             }
         )
     table = table.join(pd.DataFrame(compared, index=table.index))
@@ -239,6 +239,7 @@ def _csv_files(paths: Iterable[Path], skipped: list[str]) -> list[Path]:
 
 def _search(folder: Path, skipped: list[str]) -> list[Path]:
     """List the CSVs of runs at any depth."""
+    # What a user may not read would be passed over in silence: that may be a colleague's folder.
     errors: list[OSError] = []
     files = []
     for parent, subfolders, names in os.walk(folder, onerror=errors.append):
@@ -434,10 +435,10 @@ def _find_baseline(row: TableRow, on_one_device: list[TableRow], equal_batch: st
         return _Baseline(None, "DataParallel had one device and ran the plain model: no DataParallel speed")
     if not row.images_per_s > 0:
         return _Baseline(None, _ONLY_WARMUP)
-    candidates = [one for one in on_one_device if one.stage in (SINGLE, row.stage)]
+    candidates = [baseline for baseline in on_one_device if baseline.stage in (SINGLE, row.stage)]
     if not candidates:
         return _Baseline(None, "no 1-device run to compare with")
-    nearest = min(candidates, key=lambda one: _distance(row, one, equal_batch))
+    nearest = min(candidates, key=lambda baseline: _distance(row, baseline, equal_batch))
     differences = _differences(row, nearest, equal_batch)
     if differences == ["global_batch"]:
         batch = row.global_batch
@@ -452,24 +453,24 @@ def _find_baseline(row: TableRow, on_one_device: list[TableRow], equal_batch: st
     return _Baseline(nearest)
 
 
-def _distance(row: TableRow, one: TableRow, equal_batch: str) -> tuple[int, bool, bool, int]:
+def _distance(row: TableRow, baseline: TableRow, equal_batch: str) -> tuple[int, bool, bool, int]:
     """Return by what the nearest run on one device is chosen: what forbids a speedup comes first."""
-    number_of_doubts = sum(getattr(row, name) != getattr(one, name) for name in DOUBTED)
-    number_of_doubts += variants.other_rates(row.rates, one.rates)
+    number_of_doubts = sum(getattr(row, name) != getattr(baseline, name) for name in DOUBTED)
+    number_of_doubts += variants.other_rates(row.rates, baseline.rates)
     return (
-        len(_differences(row, one, equal_batch)),
-        not one.images_per_s > 0,
-        one.stage != SINGLE,
+        len(_differences(row, baseline, equal_batch)),
+        not baseline.images_per_s > 0,
+        baseline.stage != SINGLE,
         number_of_doubts,
     )
 
 
-def _differences(row: TableRow, one: TableRow, equal_batch: str) -> list[str]:
-    """List the settings whose difference forbids a speedup of `row` over `one`."""
-    differs = {name: getattr(row, name) != getattr(one, name) for name in MUST_BE_EQUAL}
-    differs["global_batch"] = getattr(row, equal_batch) != getattr(one, equal_batch)
-    differs["images"] = row.train_images != one.train_images
-    differs["lr"] = not _same_lr(row, one)
+def _differences(row: TableRow, baseline: TableRow, equal_batch: str) -> list[str]:
+    """List the settings whose difference forbids a speedup of `row` over `baseline`."""
+    differs = {name: getattr(row, name) != getattr(baseline, name) for name in MUST_BE_EQUAL}
+    differs["global_batch"] = getattr(row, equal_batch) != getattr(baseline, equal_batch)
+    differs["images"] = row.train_images != baseline.train_images
+    differs["lr"] = not _same_lr(row, baseline)
     if not is_cpu(row.device_name):
         # More CPU threads do not make a GPU faster.
         differs["threads_per_worker"] = False
@@ -482,20 +483,20 @@ def _is_explained(name: str, differs: dict[str, bool]) -> bool:
     return bool(determined_by) and differs[determined_by[0]]
 
 
-def _same_lr(row: TableRow, one: TableRow) -> bool:
+def _same_lr(row: TableRow, baseline: TableRow) -> bool:
     """Return whether the learning rates are equal, or differ as their common scaling rule says."""
-    if UNKNOWN in (row.lr, one.lr) or row.lr_scale != one.lr_scale:
-        return row.lr == one.lr
-    return math.isclose(_unscaled_lr(row), _unscaled_lr(one), rel_tol=_SAME_LR)
+    if UNKNOWN in (row.lr, baseline.lr) or row.lr_scale != baseline.lr_scale:
+        return row.lr == baseline.lr
+    return math.isclose(_unscaled_lr(row), _unscaled_lr(baseline), rel_tol=_SAME_LR)
 
 
 def _unscaled_lr(row: TableRow) -> float:
     return float(row.lr) / columns.lr_factor(row.lr_scale, row.global_batch)
 
 
-def _difference_in_words(name: str, row: TableRow, one: TableRow) -> str:
+def _difference_in_words(name: str, row: TableRow, baseline: TableRow) -> str:
     """Return a clause with both values of a setting, as `recipe (fast, classic)`."""
-    values = [str(getattr(row, name)), str(getattr(one, name))]
+    values = [str(getattr(row, name)), str(getattr(baseline, name))]
     if name in variants.IN_WORDS:
         words = variants.words_that_differ(name, values)
         values = [words[value] or "not recorded" for value in values]

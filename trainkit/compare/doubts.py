@@ -39,8 +39,8 @@ class Doubt:
 
 
 def _was_not_quiet(row: TableRow, baselines: list[TableRow]) -> bool:
-    for one in baselines:
-        speedup = row.images_per_s / one.images_per_s
+    for baseline in baselines:
+        speedup = row.images_per_s / baseline.images_per_s
         if speedup > MOST_EFFICIENCY * row.devices:
             return True
         if row.stage == DDP and row.devices == 1 and abs(speedup - 1) > MOST_DIFFERENCE:
@@ -55,26 +55,26 @@ def _has_too_few_epochs(row: TableRow, baselines: list[TableRow]) -> bool:
 def _scatters(row: TableRow, baselines: list[TableRow]) -> bool:
     if row.devices == 1:
         return False
-    for one in baselines:
-        spread = max(row.fastest - row.slowest, one.fastest - one.slowest)
-        if spread > abs(row.images_per_s - one.images_per_s):
+    for baseline in baselines:
+        spread = max(row.fastest - row.slowest, baseline.fastest - baseline.slowest)
+        if spread > abs(row.images_per_s - baseline.images_per_s):
             return True
     return False
 
 
 def _has_other_rates(row: TableRow, baselines: list[TableRow]) -> bool:
-    return any(variants.other_rates(row.rates, one.rates) for one in baselines)
+    return any(variants.other_rates(row.rates, baseline.rates) for baseline in baselines)
 
 
 def _has_other_arguments(row: TableRow, baselines: list[TableRow]) -> bool:
-    return any(row.arguments != one.arguments for one in baselines if one.stage == row.stage)
+    return any(row.arguments != baseline.arguments for baseline in baselines if baseline.stage == row.stage)
 
 
 def _has_several_scripts(row: TableRow, baselines: list[TableRow]) -> bool:
     digests = set(row.scripts.split())
-    for one in baselines:
-        if one.stage == row.stage:
-            digests.update(one.scripts.split())
+    for baseline in baselines:
+        if baseline.stage == row.stage:
+            digests.update(baseline.scripts.split())
     return len(digests) > 1
 
 

@@ -284,9 +284,9 @@ def _read(path: Path, readers: Readers, **dialect: str) -> list[Row]:
         content = path.read_text(encoding="utf-8-sig")
         lines = csv.DictReader(io.StringIO(content, newline=""), **dialect)
         for cells in lines:
-            where = f"line {lines.line_num}"
+            line = f"line {lines.line_num}"
             if None in cells or None in cells.values():
-                raise ValueError(f"{where} is cut short or too long")
+                raise ValueError(f"{line} is cut short or too long")
             version = cells.get("schema_version", str(SCHEMA_VERSION))
             if version != str(SCHEMA_VERSION):
                 raise ValueError(f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which is read")
@@ -295,7 +295,7 @@ def _read(path: Path, readers: Readers, **dialect: str) -> list[Row]:
             except KeyError as error:
                 raise ValueError(f"it has no column {error.args[0]}") from None
             except ValueError as error:
-                raise ValueError(f"{where}, {error}") from None
+                raise ValueError(f"{line}, {error}") from None
     except (OSError, ValueError, csv.Error) as error:
         raise RecordError(f"{path}: not read, {reason(error)}.") from None
     if not rows:
