@@ -4,6 +4,7 @@ The ranks here train nothing: what they die of does not depend on it, and they s
 """
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -169,9 +170,10 @@ def test_python_is_in_the_container_only(checkout: Checkout) -> None:
     outside.mkdir()
     (outside / "python").write_text("#!/bin/sh\nexit 127\n")
     (outside / "python").chmod(0o755)
+    container = f'echo words of a container; PATH=${{PATH//"{outside}:"/}}; exec "$@"'
     checkout.site(
         f"activate_environment() {{ PATH='{outside}':$PATH; }}\n"
-        """SITE_CONTAINER=(bash -c 'echo words of a container; PATH=${PATH#*:}; exec "$@"' bash)\n"""
+        f"SITE_CONTAINER=(bash -c {shlex.quote(container)} bash)\n"
     )
     plant(checkout, say(BROKEN) + "os.abort()", WAIT)
     log = checkout.fail("srun", "fates.py", sbatch=("--nodelist=n1",))
