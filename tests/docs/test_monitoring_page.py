@@ -33,20 +33,32 @@ def reduced(command: str) -> str:
 
 def _sessions(file: Path) -> dict[str, list[str]]:
     """What each command printed, by the command; of several times the last."""
-    parts = re.split(r"^\$ (.*)\n", plain(file.read_text()), flags=re.MULTILINE)[1:]
-    of_each = zip(parts[::2], parts[1::2], strict=True)
-    return {reduced(name): text.rstrip("\n").split("\n") for name, text in of_each}
+    _, *parts = re.split(r"^\$ (.*)\n", plain(file.read_text()), flags=re.MULTILINE)
+    commands, outputs = parts[::2], parts[1::2]
+    sessions = {}
+    for command, output in zip(commands, outputs, strict=True):
+        sessions[reduced(command)] = output.rstrip("\n").split("\n")
+    return sessions
 
 
 WRITTEN = _sessions(LAYOUTS)
 SESSIONS = _sessions(RECORDED) | WRITTEN
 # Those that are not run as they stand.
-BLOCKS = [
-    block for kind, block in re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) if not kind
-]
-DRAWN = {
-    block.split("\n", 1)[0][2:]: block.rstrip("\n").split("\n")[1:] for block in BLOCKS if block[0] == "$"
-}
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = [block for language, block in FENCED if not language]
+
+
+def _drawn_outputs() -> dict[str, list[str]]:
+    """The outputs that the page shows below their commands."""
+    outputs = {}
+    for block in BLOCKS:
+        first, *lines = block.rstrip("\n").split("\n")
+        if first.startswith("$ "):
+            outputs[first.removeprefix("$ ")] = lines
+    return outputs
+
+
+DRAWN = _drawn_outputs()
 QUERY = next(name for name in WRITTEN if "--query-gpu" in name)
 
 
@@ -75,13 +87,13 @@ def test_every_command_for_a_gpu_has_a_layout() -> None:
 
 def test_the_table_of_nvidia_smi_is_explained() -> None:
     lines = SESSIONS["nvidia-smi"]
-    rules = [number for number, line in enumerate(lines) if line.startswith("|==")]
-    heads = " ".join(lines[3 : rules[0]] + [lines[rules[1] - 2], lines[rules[1] - 1]])
-    words = set(re.sub(r"[-+|]{2,}|\|", " ", heads).split())
-    versions = re.findall(r"(\w+ Version):", lines[2])
-    told = explained("### nvidia-smi\n")
-    assert {word for name in told - set(versions) for word in name.split()} == words
-    assert set(versions) <= told
+    of_gpus, of_processes = (number for number, line in enumerate(lines) if line.startswith("|=="))
+    headings = lines[3:of_gpus] + lines[of_processes - 2 : of_processes]
+    words = set(re.sub(r"[-+|]{2,}|\|", " ", " ".join(headings)).split())
+    versions = set(re.findall(r"(\w+ Version):", lines[2]))
+    names = explained("### nvidia-smi\n")
+    assert set(" ".join(names - versions).split()) == words
+    assert versions <= names
 
 
 def test_the_columns_of_dmon_are_explained() -> None:
@@ -121,8 +133,9 @@ def test_the_columns_of_slurm_are_explained() -> None:
 def test_the_columns_of_top_and_htop_are_there() -> None:
     done = succeeded(ran("top", "-b", "-n", "1"))
     headings = next(line.split() for line in done.stdout.splitlines() if "PID" in line.split())
-    told = {name for name in explained("## The CPUs") if "htop" not in name}
-    assert told == {"%CPU", "RES", "SHR", "S"} and told <= {*headings}
+    columns = {name for name in explained("## The CPUs") if "htop" not in name}
+    assert columns == {"%CPU", "RES", "SHR", "S"}
+    assert columns <= {*headings}
     of_htop = re.split(r"[\s▽△]+", SESSIONS["htop -u $USER"][0].strip())
     assert {"CPU%", "RES", "SHR", "S"} <= {*of_htop}
 
@@ -130,7 +143,8 @@ def test_the_columns_of_top_and_htop_are_there() -> None:
 @pytest.mark.parametrize("command", DRAWN)
 def test_a_drawn_output_has_the_layout(command: str) -> None:
     """What was recorded stands there as it was; of the rest, the headings are the tool's own."""
-    drawn, layout = DRAWN[command], [line.rstrip() for line in SESSIONS[command]]
+    drawn = DRAWN[command]
+    layout = [line.rstrip() for line in SESSIONS[command]]
     if "topo" in command:  # of more GPUs
         assert drawn[0].split("\t")[-3:] == layout[0].split("\t")[-3:]
     else:
@@ -144,7 +158,7 @@ def experiment(*arguments: object, env: dict[str, str] = ENVIRONMENT) -> str:
 def measured(output: str) -> dict[str, tuple[float, float]]:
     """How busy each way looks, %, and what it has done per second."""
     rows = re.findall(r"^(\w+): .* ([\d,]+) % +(?:-|[\d,]+ W) +([\d,]+)$", output, re.MULTILINE)
-    return {way: (float(busy), float(done.replace(",", ""))) for way, busy, done in rows}
+    return {way: (float(busy), float(products.replace(",", ""))) for way, busy, products in rows}
 
 
 @pytest.mark.full
@@ -188,22 +202,26 @@ def test_a_gpu_prints_the_layout(command: str) -> None:
     driver = ran(*ask).stdout
     if int(driver.partition(".")[0]) < 535:
         pytest.skip(f"driver {driver.strip()}")
-    monitor = command.endswith(" dmon")
-    words = shlex.split(command) + (["-c", "1"] if monitor else [])
+    goes_on = command.endswith(" dmon")
+    arguments = shlex.split(command)
+    if goes_on:
+        arguments += ["-c", "1"]
     with alone_with_the_gpus():
-        done = succeeded(ran(*words, timeout=60))
-    printed, layout = plain(done.stdout).splitlines(), SESSIONS[command]
-    if monitor or command == QUERY:
+        done = succeeded(ran(*arguments, timeout=60))
+    printed = plain(done.stdout).splitlines()
+    layout = SESSIONS[command]
+    if goes_on or command == QUERY:
         assert printed[0].split() == layout[0].split()
     elif "topo" in command:
         assert printed[0].split("\t")[-3:] == layout[0].split("\t")[-3:]
     else:
-        marks = ("Active", "Persistence-M", "Pwr:")
-        headings = [
-            {line.partition(" :")[0].strip() for line in lines if any(mark in line for mark in marks)}
-            for lines in (layout, printed)
-        ]
-        assert headings[0] <= headings[1]
+        assert _headings(layout) <= _headings(printed)
+
+
+def _headings(lines: list[str]) -> set[str]:
+    """The lines with names that every driver prints."""
+    names = ("Active", "Persistence-M", "Pwr:")
+    return {line.partition(" :")[0].strip() for line in lines if any(name in line for name in names)}
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from pathlib import Path
 from trainkit import job_folder
 from trainkit.errors import UserError, first_line, tell
 from trainkit.files import check_writable
+from trainkit.monitor import collector
 from trainkit.record import samples
 
 # Between checks whether a job on this machine has ended.
@@ -43,8 +44,6 @@ def run_command(command: list[str], job: Path) -> int:
     Raises:
         UserError: if the folder cannot be written to, or the command cannot be run.
     """
-    from trainkit.monitor import collector
-
     folder = job / samples.FOLDER
     variables = {job_folder.VARIABLE: str(job)}
     check_writable(folder, "samples", "set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours.")
@@ -84,8 +83,6 @@ def sample_job_here(folder: Path, name: str, has_ended: Callable[[], bool]) -> N
         folder: for the samples, in the folder of the job.
         has_ended: tells whether it has.
     """
-    from trainkit.monitor import collector
-
     _leave_signals_to_the_ranks()
     job = folder.parent
 
@@ -116,8 +113,6 @@ def sample_slurm_job(folder: Path, job: str | None) -> None:
     Raises:
         UserError: outside of a job of Slurm.
     """
-    from trainkit.monitor import collector
-
     _leave_signals_to_the_ranks()
     if not job or not os.environ.keys() >= OF_A_STEP:
         raise UserError("--sample is for jobs of Slurm: on this machine, give a command after --.")
@@ -170,6 +165,7 @@ def _keep_and_print_verdict(folder: Path, name: str, outlived_sigterm: bool = Fa
 
 
 def _verdict_lines(folder: Path, name: str, outlived_sigterm: bool) -> list[str]:
+    # Only now, as they load pandas: a sampler shares the memory of the job.
     from trainkit.monitor import verdict_file, wording
     from trainkit.monitor.verdict import judge
 
