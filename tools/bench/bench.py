@@ -32,7 +32,8 @@ from trainkit.training.facts import git_commit
 
 HERE = Path(__file__).resolve().parent
 SPEEDS = {"images_per_s": "training", "eval_images_per_s": "evaluation"}
-GOAL = 99.0  # test accuracy in percent that the recipe part runs to
+GOAL_PERCENT = 99.0  # test accuracy that the recipe part runs to
+TEST_IMAGES = 10_000
 
 Rows = Iterator[dict[str, object]]
 
@@ -86,7 +87,9 @@ def table(path: Path) -> str:
     def text(value: object) -> str:
         if not isinstance(value, float):
             return str(value)
-        return "-" if math.isnan(value) else f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+        if math.isnan(value):
+            return "-"
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
     # Else numpy would turn whole numbers into floats.
     summary = summarise(pd.read_csv(path)).reset_index().astype(object)
@@ -114,7 +117,7 @@ def ladder(args: argparse.Namespace) -> Rows:
 
 def recipe(args: argparse.Namespace) -> Rows:
     """The whole process to 99 % test accuracy: the classic script, and --recipe fast on five fresh seeds."""
-    yield from _classic(args, 1, "--epochs=14", f"--stop-at={GOAL}")
+    yield from _classic(args, 1, "--epochs=14", f"--stop-at={GOAL_PERCENT}")
     for seed in range(101, 106):
         chosen = ("--recipe=fast", "--epochs=2", "--batch-size=128", f"--seed={seed}")
         yield from _stage(args, "recipe fast", seed, "single", *chosen)
@@ -126,9 +129,9 @@ def ddp(args: argparse.Namespace) -> Rows:
     for repeat in range(args.repeats):
         for batch in (128, 256, 1024):
             for workers in (1, 2):
-                chosen_here = (*chosen, f"--batch-size={batch}")
-                runs = _stage(args, "ddp", repeat, "ddp", *chosen_here, workers=workers, threads=1)
-                yield from ({"batch": batch, "workers": workers} | row for row in runs)
+                of_batch = (*chosen, f"--batch-size={batch}")
+                for row in _stage(args, "ddp", repeat, "ddp", *of_batch, workers=workers, threads=1):
+                    yield {"batch": batch, "workers": workers} | row
 
 
 def _stage(
@@ -141,19 +144,19 @@ def _stage(
     threads: int | None = None,
 ) -> Rows:
     """Run a stage and yield the rows of its CSV, cut to the columns of a benchmark."""
-    with tempfile.TemporaryDirectory() as text:
+    with tempfile.TemporaryDirectory() as folder:
         launcher = [sys.executable]
         if workers > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
         command = [*launcher, STAGES[stage].script, *chosen, "--data-dir", args.data_dir.absolute()]
         threads = threads or torch.get_num_threads()  # as the classic script
         subprocess.run(
-            [*command, "--results-dir", text],
+            [*command, "--results-dir", folder],
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             stdout=subprocess.DEVNULL,
             check=True,
         )
-        (path,) = Path(text, "runs").glob("*.csv")
+        (path,) = Path(folder, "runs").glob("*.csv")
         rows = records.read(path)
     for row in rows:
         yield {
@@ -162,7 +165,7 @@ def _stage(
             "epoch": row["epoch"],
             "device_name": row["device_name"],  # a part may run on the CPU beside a GPU
             "images_per_s": row["images_per_s"],
-            "eval_images_per_s": 10_000 / row["eval_seconds"],
+            "eval_images_per_s": TEST_IMAGES / row["eval_seconds"],
             "test_accuracy": row["test_accuracy"],
             "elapsed_s": row["elapsed_s"],
             "threads_per_worker": row["threads_per_worker"],
@@ -200,7 +203,7 @@ def _against_first(frame: pd.DataFrame) -> pd.DataFrame:
 def _time_to_goal(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the seconds until each run reached the goal, and the speedup over the classic script."""
     runs = ["case", "repeat"]
-    reached = frame[frame.test_accuracy >= GOAL].groupby(runs).first()
+    reached = frame[frame.test_accuracy >= GOAL_PERCENT].groupby(runs).first()
     # A run that never reached the goal shows as NaN.
     table = reached[["epoch", "test_accuracy", "elapsed_s"]].reindex(frame.groupby(runs).first().index)
     table["epoch"] = table.epoch.astype("Int64")

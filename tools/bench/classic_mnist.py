@@ -68,7 +68,8 @@ def main() -> None:
             start = time.perf_counter()
             model.train()
             for data, target in train_loader:
-                data, target = data.to(device), target.to(device)
+                data = data.to(device)
+                target = target.to(device)
                 optimizer.zero_grad()
                 loss = F.nll_loss(model(data), target)
                 loss.backward()
@@ -76,26 +77,30 @@ def main() -> None:
                 loss.item()
             trained = time.perf_counter()
             model.eval()
-            correct = test_loss = 0
+            correct = 0
+            test_loss = 0.0
             with torch.no_grad():
                 for data, target in test_loader:
-                    data, target = data.to(device), target.to(device)
+                    data = data.to(device)
+                    target = target.to(device)
                     output = model(data)
                     test_loss += F.nll_loss(output, target, reduction="sum").item()
                     correct += output.argmax(dim=1).eq(target).sum().item()
             tested = time.perf_counter()
             scheduler.step()
-            row = (
-                epoch,
-                len(train_set) / (trained - start),
-                len(test_set) / (tested - trained),
-                100 * correct / len(test_set),
-                time.time() - started,
-            )
-            writer.writerow(dict(zip(COLUMNS, row, strict=True)))
+            images_per_s = len(train_set) / (trained - start)
+            accuracy = 100 * correct / len(test_set)
+            row = {
+                "epoch": epoch,
+                "images_per_s": images_per_s,
+                "eval_images_per_s": len(test_set) / (tested - trained),
+                "test_accuracy": accuracy,
+                "elapsed_s": time.time() - started,
+            }
+            writer.writerow(row)
             file.flush()
-            print(f"epoch {epoch}: {row[1]:.0f} images/s, test accuracy {row[3]:.2f} %", flush=True)
-            if row[3] >= args.stop_at:
+            print(f"epoch {epoch}: {images_per_s:.0f} images/s, test accuracy {accuracy:.2f} %", flush=True)
+            if accuracy >= args.stop_at:
                 break
 
 

@@ -32,7 +32,7 @@ class Section(NamedTuple):
     name: str
     arguments: str
     steps: int  # of an epoch
-    limit: int  # seconds for the process
+    limit_s: int  # for the process
 
 
 class Ladder(NamedTuple):
@@ -77,7 +77,7 @@ def measure(section: Section, ladder: Ladder, folder: Path) -> dict[str, object]
     """Run one section, and return its row."""
     batch = ladder.batch_size
     arguments = f"{ladder.arguments} --batch-size {batch} {section.arguments}".split()
-    results, log = folder / section.name, folder / "log.txt"
+    results = folder / section.name
     command = [sys.executable]
     if ladder.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ladder.ranks]
@@ -85,42 +85,43 @@ def measure(section: Section, ladder: Ladder, folder: Path) -> dict[str, object]
     command += ["--lr-warmup-images", batch, "--data-dir", folder, "--results-dir", results]
     row = {"section": section.name, "arguments": " ".join(arguments)}
     started = time.monotonic()
-    error = _run(list(map(str, command)), section.limit, log)
+    error = _run([str(word) for word in command], section.limit_s, folder / "log.txt")
     row["process_seconds"] = round(time.monotonic() - started, 1)
     if error:
         return row | {"error": error}
     (path,) = (results / "runs").glob("*.csv")
     counted = records.read(path)[1:]
-    of_epochs = [one for one in records.read_metrics(path) if one["epoch"] > 1]
-    speeds = [one["value"] for one in of_epochs if one["metric"] == "tokens_per_s"]
+    metrics = [metric for metric in records.read_metrics(path) if metric["epoch"] > 1]
+    speeds = [metric["value"] for metric in metrics if metric["metric"] == "tokens_per_s"]
+    mfu = median(metric["value"] for metric in metrics if metric["metric"] == "mfu_percent")
     row |= {
         "tokens_per_s": round(median(speeds)),
         "slowest": round(min(speeds)),
         "fastest": round(max(speeds)),
+        "mfu_percent": round(mfu, 1),
+        "train_loss": round(counted[-1]["train_loss"], 4),
+        "peak_memory_mb": round(max(epoch["peak_memory_mb"] for epoch in counted)),
     }
-    used = median(one["value"] for one in of_epochs if one["metric"] == "mfu_percent")
-    row |= {"mfu_percent": round(used, 1), "train_loss": round(counted[-1]["train_loss"], 4)}
-    row["peak_memory_mb"] = round(max(epoch["peak_memory_mb"] for epoch in counted))
     return row | {name: counted[-1][name] for name in FACTS}
 
 
-def _run(command: list[str], limit: int, log: Path) -> str:
+def _run(command: list[str], limit_s: int, log: Path) -> str:
     """Run the command, and return what went wrong, or ""."""
     with log.open("w") as output:
-        how = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
-        process = subprocess.Popen(command, **how)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = process.wait(limit)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             for number in (signal.SIGTERM, signal.SIGKILL):  # at the first, torchrun ends its ranks
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, number)
                     process.wait(40)
-            return f"not done after {limit} s"
+            return f"not done after {limit_s} s"
+    if code == 0:
+        return ""
     lines = log.read_text().strip().splitlines()
-    if code:
-        print("\n".join(lines[-15:]), file=sys.stderr, flush=True)
-    return (lines or [""])[-1] or f"exit code {code}" if code else ""
+    print("\n".join(lines[-15:]), file=sys.stderr, flush=True)
+    return lines[-1] if lines else f"exit code {code}"
 
 
 def table(path: Path) -> str:
@@ -135,10 +136,12 @@ def table(path: Path) -> str:
         if row["error"]:
             lines.append(f"| {row['section']} | {row['error']} | | | |")
             continue
-        speed, first, peak = row["tokens_per_s"], rows[0]["tokens_per_s"], row["peak_memory_mb"]
-        gain = f"{int(speed) / int(first):.2f}" if first else "-"
+        tokens_per_s = int(row["tokens_per_s"])
+        of_first = rows[0]["tokens_per_s"]  # empty if the first section failed
+        gain = f"{tokens_per_s / int(of_first):.2f}" if of_first else "-"
         mfu = row["mfu_percent"].replace("nan", "-")
-        lines.append(f"| {row['section']} | {int(speed):,} | {gain} | {mfu} | {int(peak) / 1000:.1f} |")
+        peak_gb = int(row["peak_memory_mb"]) / 1000
+        lines.append(f"| {row['section']} | {tokens_per_s:,} | {gain} | {mfu} | {peak_gb:.1f} |")
     return "\n".join(lines)
 
 
@@ -149,10 +152,13 @@ def main() -> None:
     names = sorted({section.name for section in ON_A_GPU.sections + ON_A_CPU.sections})
     parser.add_argument("sections", nargs="*", type=one_of(names), metavar="SECTION", help=str(names))
     chosen = parser.parse_args()
-    ladder, rows = ON_A_CPU if chosen.cpu else ON_A_GPU, []
-    sections = [one for one in ladder.sections if not chosen.sections or one.name in chosen.sections]
+    ladder = ON_A_CPU if chosen.cpu else ON_A_GPU
+    sections = ladder.sections
+    if chosen.sections:
+        sections = [section for section in sections if section.name in chosen.sections]
     if not sections:
         parser.error(f"there is no {chosen.sections[0]} {'with' if chosen.cpu else 'without'} --cpu")
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for section in sections:
             rows.append(measure(section, ladder, Path(folder)))

@@ -39,13 +39,16 @@ class LadderNet(ClassicNet):
         super().__init__()
         self.have = have
         if "dropout masks from bytes" in have:
-            self.dropout1, self.dropout2 = Dropout(0.25), Dropout(0.5)
+            self.dropout1 = Dropout(0.25)
+            self.dropout2 = Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.conv2(F.relu(self.conv1(x)))
         x = F.relu(F.max_pool2d(x, 2)) if "pool before relu" in self.have else F.max_pool2d(F.relu(x), 2)
         x = self.dropout1(x)
-        x = x.permute(0, 2, 3, 1).flatten(1) if "channels_last" in self.have else x.flatten(1)
+        if "channels_last" in self.have:
+            x = x.permute(0, 2, 3, 1)  # as the pixels lie in memory, so that nothing is moved
+        x = x.flatten(1)
         x = self.dropout2(F.relu(self.fc1(x)))
         return F.log_softmax(self.fc2(x).float(), dim=1)
 
@@ -95,7 +98,8 @@ def _train(
 ) -> None:
     for _ in range(steps):
         images, labels = next(batches)
-        images, labels = images.to(device), labels.to(device)
+        images = images.to(device)
+        labels = labels.to(device)
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled="bf16" in have):
             loss = F.nll_loss(model(images), labels)

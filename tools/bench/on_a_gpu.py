@@ -35,6 +35,8 @@ SHAPES = {
 SCRIPTS = REPOSITORY / "tools" / "bench" / "gpu"
 SHAPES_TO_COMPILE = ("128 tf32 Adadelta", "1024 bf16 Adadelta", "4096 bf16 Adadelta", "128 bf16 Adam")
 RUNGS_TO_COMPILE = ("compile", "reduce-overhead", "batch 512", "captured")
+TRACED_STEPS = 3  # by breakdown.py --trace
+GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")  # their durations are microseconds
 Row = dict[str, object]
 
 
@@ -45,12 +47,14 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the tables and the runs")
     args = parser.parse_args()
-    if unknown := set(args.sections) - set(SECTIONS):
+    unknown = set(args.sections) - set(SECTIONS)
+    if unknown:
         parser.error(f"there is no section {', '.join(sorted(unknown))}: choose from {', '.join(SECTIONS)}.")
     for name in args.sections or DEFAULT:
         section, seconds = SECTIONS[name]
         print(f"== {name}", flush=True)
-        folder, started = args.out / name, time.monotonic()
+        started = time.monotonic()
+        folder = args.out / name
         folder.mkdir(parents=True, exist_ok=True)
         try:
             rows = section(folder, started + seconds)
@@ -122,15 +126,15 @@ def untimed(folder: Path, until: float) -> None:
         out = folder / f"{number}_{name.removesuffix('.py')}.csv"
         command = [sys.executable, str(SCRIPTS / name), *arguments, "--out", str(out)]
         with out.with_suffix(".log").open("w") as log:
-            how = {"env": environment, "stdout": log, "stderr": subprocess.STDOUT}
-            running.append(subprocess.Popen(command, **how))
-    for one in running[1:] + running[:1]:  # the trainings take longest
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            running.append(process)
+    for process in running[1:] + running[:1]:  # the trainings take longest
         try:
-            one.wait(max(until - time.monotonic(), 0.1))
+            process.wait(max(until - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            one.kill()
-            one.wait()
-            print(f"not done: {one.args[1:]}", flush=True)
+            process.kill()
+            process.wait()
+            print(f"not done: {process.args[1:]}", flush=True)
     for log in sorted(folder.glob("*.log")):
         print("\n".join(log.read_text().splitlines()[-4:])[-700:], flush=True)
 
@@ -171,18 +175,24 @@ def table(steps: Path) -> str:
 
 def step_row(shape: str, way: str, loops: dict[str, dict[str, str]], eager: float) -> dict[str, str]:
     """Return a line of the table of steps; `eager`: images/s of the eager step on one batch."""
-    alone, training = loops["one batch"], loops.get("kit")
-    return {
+    alone = loops["one batch"]
+    cells = {
         "batch, precision": shape,
         "step": way,
         "images/s": f"{int(alone['images_per_s']):,}",
         "min..max": spread(alone),
         "x eager": f"{int(alone['images_per_s']) / eager:.2f}",
         "ms": f"{float(alone['ms_per_step']):.2f}",
-        "in a training, images/s": f"{int(training['images_per_s']):,}" if training else "",
-        "its min..max": spread(training) if training else "",
-        "its ms": f"{float(training['ms_per_step']):.2f}" if training else "",
+        "in a training, images/s": "",
+        "its min..max": "",
+        "its ms": "",
     }
+    if "kit" in loops:
+        training = loops["kit"]
+        cells["in a training, images/s"] = f"{int(training['images_per_s']):,}"
+        cells["its min..max"] = spread(training)
+        cells["its ms"] = f"{float(training['ms_per_step']):.2f}"
+    return cells
 
 
 def spread(row: dict[str, str]) -> str:
@@ -194,7 +204,8 @@ def accuracy(folder: Path, until: float) -> Iterator[Row]:
     """99 % by the recipe fast, captured."""
     options = ("--batch-size", 128, "--precision", "tf32", "--recipe", "fast", "--epochs", 3)
     for seed in (1, 2, 3):
-        if rows := train(until, folder, CAPTURED, *options, "--seed", seed):
+        rows = train(until, folder, CAPTURED, *options, "--seed", seed)
+        if rows:
             yield {
                 "seed": seed,
                 "acc. %": rows[-1]["test_accuracy"],
@@ -210,16 +221,17 @@ def kernels(folder: Path, until: float) -> Iterator[Row]:
         for trace in folder.glob("breakdown/*.json"):
             (table,) = folder.glob(f"breakdown/{trace.name.split('.')[0]}.tsv")
             with table.open() as file:
-                steps = [float(row["seconds"]) for row in csv.DictReader(file, delimiter="\t")
-                         if row["phase"] == "step"]  # fmt: skip
+                phases = list(csv.DictReader(file, delimiter="\t"))
+            steps_s = [float(row["seconds"]) for row in phases if row["phase"] == "step"]
             events = json.loads(trace.read_text())["traceEvents"]
-            ours = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-            launched = sum(one["cat"] == "kernel" for one in ours)
+            on_gpu = [event for event in events if event.get("cat") in GPU_EVENTS]
+            launched = sum(event["cat"] == "kernel" for event in on_gpu)
+            busy_ms = sum(event["dur"] for event in on_gpu) / 1000
             yield {
                 "batch, precision": shape,
-                "kernels a step": launched // 3,  # breakdown.py traces three steps
-                "GPU works ms": f"{sum(one['dur'] for one in ours) / 3000:.2f}",
-                "step ms": f"{1000 * sorted(steps)[len(steps) // 2]:.2f}",
+                "kernels a step": launched // TRACED_STEPS,
+                "GPU works ms": f"{busy_ms / TRACED_STEPS:.2f}",
+                "step ms": f"{1000 * sorted(steps_s)[len(steps_s) // 2]:.2f}",
             }
             trace.unlink()  # some MB
 
@@ -236,10 +248,13 @@ def traces(folder: Path, until: float) -> Iterator[Row]:
         printed = run(
             until, "slurm/monitor.py", "--", sys.executable, script, *options, "--results-dir", results
         )
-        if found := re.search(r"^watch   (\S+) was watched", printed, re.MULTILINE):
-            for samples in Path(found[1]).glob("monitor/*.csv"):
+        watched = re.search(r"^watch   (\S+) was watched", printed, re.MULTILINE)
+        if watched:
+            for samples in Path(watched[1]).glob("monitor/*.csv"):
                 shutil.copy(samples, folder / name)
-        rows = [row for path in results.glob("runs/*.csv") for row in records.read(path)]
+        rows = []
+        for path in results.glob("runs/*.csv"):
+            rows += records.read(path)
         *verdict, _ = re.findall(r"^watch +(.*)$", printed, re.MULTILINE) or [""]
         if rows:
             yield {"trace": name, "images/s": round(steady(rows)), "verdict": " ".join(verdict)}
@@ -261,11 +276,11 @@ def start(folder: Path, until: float) -> Iterator[Row]:
         text=True,
         timeout=60,
     )
-    lines = [line.split("|") for line in done.stderr.splitlines() if line.startswith("import time:")][1:]
-    slowest = sorted(lines, key=lambda line: -int(line[1]))[:12]
-    yield from (
-        {"what": f"import {name.strip()}", "told": f"{int(us) / 1e6:.2f} s"} for _, us, name in slowest
-    )
+    # "import time: <own microseconds> | <with what it imports> | <name>", after a line of titles
+    lines = [line.split("|") for line in done.stderr.splitlines() if line.startswith("import time:")]
+    slowest = sorted(lines[1:], key=lambda line: int(line[1]), reverse=True)
+    for _, microseconds, name in slowest[:12]:
+        yield {"what": f"import {name.strip()}", "told": f"{int(microseconds) / 1e6:.2f} s"}
 
 
 def compare(folder: Path, until: float) -> Iterator[Row]:

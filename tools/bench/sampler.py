@@ -32,7 +32,8 @@ CASES = {
     "2 ranks": ("ddp", 2, ()),
     "2 ranks, 1 loader worker each": ("ddp", 2, ("--loader=workers", "--num-workers=1")),
 }
-PAIRS, DRAWS = 8, 2_000
+PAIRS = 8  # trainings with and without the sampler, of each case
+DRAWS = 2_000  # resamplings of the pairs, for the interval
 
 
 def main() -> None:
@@ -45,17 +46,18 @@ def main() -> None:
     rows = []
     for pair in range(PAIRS):
         for case in CASES:
-            for sampled in (False, True) if pair % 2 else (True, False):
-                rows.append(
-                    {"case": case, "pair": pair} | _train(case, pair, sampled, args.data_dir.absolute())
-                )
+            sampled_first = pair % 2 == 0
+            for sampled in (sampled_first, not sampled_first):
+                row = _train(case, pair, sampled, args.data_dir.absolute())
+                rows.append({"case": case, "pair": pair} | row)
                 pd.DataFrame(rows).to_csv(args.out / "sampler.csv", index=False, float_format="%.6g")
     print(table(args.out / "sampler.csv"))
 
 
 def table(path: Path) -> str:
     """Lay out for each case the median ratio of its pairs' images/s, its interval, and the sampler's load."""
-    chance, lines = np.random.default_rng(1), []
+    chance = np.random.default_rng(1)
+    lines = []
     for case, of_case in pd.read_csv(path).groupby("case", sort=False):
         speeds = of_case.pivot(index="pair", columns="sampled", values="images_per_s")
         ratios = (speeds[True] / speeds[False]).to_numpy()

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from measuring import DEVICE, Table, steps_per_s, wait
 from torch import nn
@@ -35,6 +36,10 @@ COLUMNS = [
     "variant", "batch", "tokens_per_s", "slowest", "fastest", "mfu_percent", "ms_per_step", "windows",
     "start_s", "peak_memory_mb", "loss", "device_name", "torch_version",
 ]  # fmt: skip
+
+
+GPT2_SMALL = {"vocabulary": 50304, "context": 1024, "width": 768, "layers": 12, "heads": 12}
+TINY = {"vocabulary": 512, "context": 32, "width": 32, "layers": 2, "heads": 2}
 
 
 @dataclass(frozen=True)
@@ -91,17 +96,19 @@ def main() -> None:
 
 def measure(name: str, variant: Variant, table: Table, kernels: Table, args: argparse.Namespace) -> None:
     """Train with one variant, and write its rows."""
-    shape = {"vocabulary": 50304, "context": 1024, "width": 768, "layers": 12, "heads": 12}
+    shape = GPT2_SMALL
     batch = variant.batch
     if args.small:
-        shape, batch = {"vocabulary": 512, "context": 32, "width": 32, "layers": 2, "heads": 2}, 8
+        shape = TINY
+        batch = 8
     torch.manual_seed(1)
     network = Network(**shape, variant=variant).to(DEVICE)
     network.precision = "bf16"
     per_token = gpt_metrics.flops_per_token(network)
     optimizer = make_optimizer(network)
     tokens = torch.randint(0, shape["vocabulary"], (batch, shape["context"] + 1), device=DEVICE)
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+    inputs = tokens[:, :-1].contiguous()
+    targets = tokens[:, 1:].flatten()
     loss_of = compiled_loss(network, variant)
 
     def step() -> torch.Tensor:
@@ -118,7 +125,8 @@ def measure(name: str, variant: Variant, table: Table, kernels: Table, args: arg
             first = step()
         wait()
         start_s = time.perf_counter() - started
-        speeds = [batch * shape["context"] * one for one in steps_per_s(step, 3, args.seconds, 2)]
+        tokens_of_step = batch * shape["context"]
+        speeds = [tokens_of_step * speed for speed in steps_per_s(step, 3, args.seconds, 2)]
         profile_a_step(name, step, kernels)
     row = {"device_name": "CPU", "mfu_percent": None, "peak_memory_mb": None}
     if DEVICE.type == "cuda":
@@ -133,7 +141,7 @@ def measure(name: str, variant: Variant, table: Table, kernels: Table, args: arg
         tokens_per_s=round(median(speeds)),
         slowest=round(min(speeds)),
         fastest=round(max(speeds)),
-        ms_per_step=round(1000 * batch * shape["context"] / median(speeds), 2),
+        ms_per_step=round(1000 * tokens_of_step / median(speeds), 2),
         windows=len(speeds),
         start_s=round(start_s, 1),
         loss=round(first.item(), 4),
@@ -159,7 +167,8 @@ class Network(gpt.GPT):
 
     def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss, the logits of each chunk of tokens made anew in the backward pass."""
-        x, chunks = x.flatten(0, 1), self.variant.loss_chunks
+        x = x.flatten(0, 1)
+        chunks = self.variant.loss_chunks
         if chunks == 1:
             return self.sum_of_losses(x, targets) / len(targets)
         parts = zip(x.chunk(chunks), targets.chunk(chunks), strict=True)
@@ -210,7 +219,7 @@ def profile_a_step(name: str, step: Callable[[], object], kernels: Table) -> Non
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Optimizer."):
             totals.setdefault(event.name[:110], []).append(event.time_range.elapsed_us() / 1000)
-    for kernel, times in sorted(totals.items(), key=lambda one: -sum(one[1]))[:20]:
+    for kernel, times in sorted(totals.items(), key=lambda total: -sum(total[1]))[:20]:
         kernels.add(variant=name, kernel=kernel, ms=round(sum(times), 3), calls=len(times))
 
 

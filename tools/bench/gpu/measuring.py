@@ -15,7 +15,8 @@ class Table:
 
     def __init__(self, path: Path, columns: Iterable[str], printed: bool = True) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns, self._printed = list(columns), printed
+        self._columns = list(columns)
+        self._printed = printed
         self._file = path.open("w", newline="")
         self._writer = csv.DictWriter(self._file, self._columns, lineterminator="\n")
         self._writer.writeheader()
@@ -42,7 +43,8 @@ def steps_per_s(step: Callable[[], object], windows: int, seconds: float, warmup
     speeds = []
     for _ in range(windows):
         wait()
-        started, steps = time.perf_counter(), 0
+        steps = 0
+        started = time.perf_counter()
         while time.perf_counter() - started < seconds:
             step()
             steps += 1
@@ -72,9 +74,9 @@ def captured(
         loss = step(*fixed)
 
     # The graph knows addresses only: whoever has it needs the network and the optimizer, which `step` holds.
-    def replay(*given: torch.Tensor, _keep: object = step) -> torch.Tensor:
-        for own, new in zip(fixed, given, strict=True):
-            own.copy_(new, non_blocking=True)
+    def replay(*new_batch: torch.Tensor, _keep: object = step) -> torch.Tensor:
+        for tensor, new in zip(fixed, new_batch, strict=True):
+            tensor.copy_(new, non_blocking=True)
         graph.replay()
         return loss
 

@@ -113,7 +113,8 @@ def main() -> None:
     )
     parser.add_argument("--compile-only", action="store_true", help="only fill the cache of torch.compile")
     args = parser.parse_args()
-    table, first = Table(args.out, COLUMNS), None
+    table = Table(args.out, COLUMNS)
+    first = None  # samples/s of the first rung that could be measured
     images, labels = generated_images(50_000)
     for name in args.rungs or [name for name in RUNGS if not name.startswith("beside")]:
         added, settings = RUNGS[name]
@@ -155,14 +156,15 @@ def measure(settings: Settings, images: torch.Tensor, labels: torch.Tensor, args
     speeds = []
     for _ in range(3):
         wait()
-        window, steps = time.perf_counter(), 0
-        while time.perf_counter() - window < args.seconds:
+        steps = 0
+        window_started = time.perf_counter()
+        while time.perf_counter() - window_started < args.seconds:
             loss_of_step = step(*next(batches))
             if settings.reads_each_loss:
                 loss_of_step.item()
             steps += 1
         wait()
-        speeds.append(steps * settings.batch / (time.perf_counter() - window))
+        speeds.append(steps * settings.batch / (time.perf_counter() - window_started))
     row = {
         "samples_per_s": round(median(speeds)),
         "slowest": round(min(speeds)),
@@ -223,14 +225,16 @@ def on_device(batch: Batch, settings: Settings) -> Batch:
     return images, labels.to(DEVICE, non_blocking=settings.pinned)
 
 
-MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
+MEAN = (0.49, 0.48, 0.45)
+STD = (0.25, 0.24, 0.26)
 
 
 class Images(Dataset):
     """Images as most scripts prepare them, one by one on the CPU."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        self.images, self.labels = images, labels.tolist()
+        self.images = images
+        self.labels = labels.tolist()
         self.transform = transforms.Compose(
             [
                 transforms.ToPILImage(),
@@ -321,14 +325,12 @@ class ResNet18(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
-        sizes = [
-            (width, width, 1),
-            (width, 2 * width, 2),
-            (2 * width, 4 * width, 2),
-            (4 * width, 8 * width, 2),
-        ]
-        blocks = [(Block(*size), Block(size[1], size[1], 1)) for size in sizes]
-        self.blocks = nn.Sequential(*(block for pair in blocks for block in pair))
+        blocks = []
+        inputs = width
+        for outputs, stride in ((width, 1), (2 * width, 2), (4 * width, 2), (8 * width, 2)):
+            blocks += [Block(inputs, outputs, stride), Block(outputs, outputs, stride=1)]
+            inputs = outputs
+        self.blocks = nn.Sequential(*blocks)
         self.classes = nn.Linear(8 * width, CLASSES)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

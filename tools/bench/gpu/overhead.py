@@ -10,7 +10,7 @@ how long the GPU works for it (from torch.profiler).
 import argparse
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -52,73 +52,116 @@ def main() -> None:
         batch, precision = SHAPES[name]
         if DEVICE.type == "cpu":
             precision = "fp32"
-        given = ["--batch-size", str(batch), "--precision", precision, "--results-dir", str(args.out.parent)]
-        given += [
-            "--train-size",
-            str(args.steps * batch),
-            "--epochs",
-            "1000",
-            "--data-dir",
-            str(args.data_dir),
-        ]
-        measure(table, options.parse(__doc__, given), here, train_set, args.steps)
+        arguments = {
+            "--batch-size": batch,
+            "--precision": precision,
+            "--train-size": args.steps * batch,
+            "--epochs": 1000,
+            "--data-dir": args.data_dir,
+            "--results-dir": args.out.parent,
+        }
+        words = [str(word) for argument in arguments.items() for word in argument]
+        measure(table, options.parse(__doc__, words), here, train_set, args.steps)
 
 
 def measure(
     table: Table, opts: options.Options, here: process_group.Place, train_set: data.Split, steps: int
 ) -> None:
-    """Write the rows of one batch size."""
-    row = {"batch": opts.batch_size, "precision": opts.precision}
-    network = Net(opts.width).to(DEVICE, memory_format=torch.channels_last)
-    set_precision(network, opts.precision)
-    bare_network = Net(opts.width).to(DEVICE, memory_format=torch.channels_last)
-    set_precision(bare_network, opts.precision)
-    bare_optimizer, bare_schedule = optimizer_and_schedule(opts, bare_network, 10**6)
-    optimizer, schedule = optimizer_and_schedule(opts, network, 10**6)
-    run = Run("overhead", opts, here, train_set, network, optimizer, schedule, devices=1)
-    epochs = run.epochs()
-    train_batches = batches.training(train_set, opts, DEVICE)
+    """Write the rows of one batch size; `steps`: of a loop and turn."""
+    bare = BareTraining(opts)
+    kit = KitTraining(opts, here, train_set)
     order = DistributedBatchSampler(len(train_set), opts.batch_size, seed=1, size=100 * len(train_set))
-    endless = itertools.chain.from_iterable(
-        itertools.repeat(ResidentBatches(train_set, order, DEVICE, shift=False))
-    )
-    one_batch = next(endless)
+    epoch = ResidentBatches(train_set, order, DEVICE, shift=False)
+    gathered = itertools.chain.from_iterable(itertools.repeat(epoch))
+    one_batch = next(gathered)
+    shape = {"batch": opts.batch_size, "precision": opts.precision}
 
-    def bare_step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        bare_optimizer.zero_grad()
-        loss = F.nll_loss(bare_network(images), labels)
+    for name, times in time_loops(bare, kit, gathered, one_batch, steps).items():
+        values = {"ms": median(times), "least_ms": min(times), "most_ms": max(times)}
+        rounded = {column: round(value, 4) for column, value in values.items()}
+        table.add(**shape, kind="loop", what=name, **rounded)
+
+    for name, part in parts(opts.batch_size, bare, kit, train_set, gathered, one_batch).items():
+        issued = cpu_ms(part)
+        gpu_ms, kernels = gpu_work(part)
+        table.add(
+            **shape,
+            kind="part",
+            what=name,
+            ms=round(median(issued), 4),
+            least_ms=round(min(issued), 4),
+            most_ms=round(max(issued), 4),
+            gpu_ms=gpu_ms,
+            gpu_kernels=kernels,
+        )
+
+
+class BareTraining:
+    """The network with its optimizer and schedule, and an eager step."""
+
+    def __init__(self, opts: options.Options) -> None:
+        self.network = Net(opts.width).to(DEVICE, memory_format=torch.channels_last)
+        set_precision(self.network, opts.precision)
+        self.optimizer, self.schedule = optimizer_and_schedule(opts, self.network, 10**6)
+
+    def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss = F.nll_loss(self.network(images), labels)
         loss.backward()
-        bare_optimizer.step()
-        return loss
+        self.optimizer.step()
+
+
+class KitTraining:
+    """The training of a stage, epoch by epoch."""
+
+    def __init__(self, opts: options.Options, here: process_group.Place, train_set: data.Split) -> None:
+        self.network = Net(opts.width).to(DEVICE, memory_format=torch.channels_last)
+        set_precision(self.network, opts.precision)
+        self.optimizer, self.schedule = optimizer_and_schedule(opts, self.network, 10**6)
+        self.run = Run(
+            "overhead", opts, here, train_set, self.network, self.optimizer, self.schedule, devices=1
+        )
+        self.epochs = self.run.epochs()
+        self.train_batches = batches.training(train_set, opts, DEVICE)
+
+    def train_epoch(self) -> None:
+        epoch = next(self.epochs)
+        for images, labels in self.run.steps(epoch, self.train_batches):
+            self.optimizer.zero_grad()
+            loss = F.nll_loss(self.network(images), labels)
+            loss.backward()
+            self.optimizer.step()
+            self.schedule.step()
+            self.run.add(loss)
+
+
+def time_loops(
+    bare: BareTraining,
+    kit: KitTraining,
+    gathered: Iterator[batches.Batch],
+    one_batch: batches.Batch,
+    steps: int,
+) -> dict[str, list[float]]:
+    """Return the milliseconds of a step in loops that do more and more, of each turn."""
 
     def one_batch_again() -> None:
         for _ in range(steps):
-            bare_step(*one_batch)
+            bare.step(*one_batch)
 
-    def gathered() -> None:
-        for images, labels in itertools.islice(endless, steps):
-            bare_step(images, labels)
+    def with_gathered_batches() -> None:
+        for images, labels in itertools.islice(gathered, steps):
+            bare.step(images, labels)
 
-    def gathered_and_scheduled() -> None:
-        for images, labels in itertools.islice(endless, steps):
-            bare_step(images, labels)
-            bare_schedule.step()
-
-    def as_the_kit_trains() -> None:
-        epoch = next(epochs)
-        for images, labels in run.steps(epoch, train_batches):
-            optimizer.zero_grad()
-            loss = F.nll_loss(network(images), labels)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            run.add(loss)
+    def with_the_schedule() -> None:
+        for images, labels in itertools.islice(gathered, steps):
+            bare.step(images, labels)
+            bare.schedule.step()
 
     loops = {
         "step on one batch": one_batch_again,
-        "and gathers its batch": gathered,
-        "and steps the schedule": gathered_and_scheduled,
-        "and run.steps, run.add: the training": as_the_kit_trains,
+        "and gathers its batch": with_gathered_batches,
+        "and steps the schedule": with_the_schedule,
+        "and run.steps, run.add: the training": kit.train_epoch,
     }
     milliseconds: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(TURNS + 1):
@@ -127,49 +170,48 @@ def measure(
             started = time.perf_counter()
             loop()
             wait()
-            if turn:  # the first warms up
+            if turn > 0:  # the first warms up
                 milliseconds[name].append(1000 * (time.perf_counter() - started) / steps)
-        run.end_of_epoch(turn + 1)  # writes a record: not a part of a step
-    for name, times in milliseconds.items():
-        values = {"ms": median(times), "least_ms": min(times), "most_ms": max(times)}
-        table.add(**row, kind="loop", what=name, **{key: round(value, 4) for key, value in values.items()})
+        kit.run.end_of_epoch(turn + 1)  # writes a record: not a part of a step
+    return milliseconds
 
-    pixels, targets, indices = (
-        train_set.inputs.to(DEVICE), train_set.targets.to(DEVICE), torch.randperm(60_000, device=DEVICE)
-    )  # fmt: skip
-    some = indices[: opts.batch_size]
-    raw = pixels.index_select(0, some)
+
+def parts(
+    batch_size: int,
+    bare: BareTraining,
+    kit: KitTraining,
+    train_set: data.Split,
+    gathered: Iterator[batches.Batch],
+    one_batch: batches.Batch,
+) -> dict[str, Callable[[], object]]:
+    """Return what a training does in a step, each part as a function that does it once."""
+    pixels = train_set.inputs.to(DEVICE)
+    targets = train_set.targets.to(DEVICE)
+    indices = torch.randperm(60_000, device=DEVICE)[:batch_size]
+    raw = pixels.index_select(0, indices)
     loss = torch.zeros((), device=DEVICE)
-    epoch = next(epochs)
-    repeated = run.steps(epoch, OneBatch(one_batch, 20 * CALLS * TURNS + 1000))
+    losses = torch.zeros(10, device=DEVICE)
+    repeated = kit.run.steps(next(kit.epochs), OneBatch(one_batch, 20 * CALLS * TURNS + 1000))
+
+    def note_the_loss() -> None:
+        losses[5] = loss.detach()
 
     def run_steps_and_add() -> None:
         next(repeated)
-        run.add(loss)
+        kit.run.add(loss)
 
-    noted = torch.zeros(10, device=DEVICE)
-
-    def note_the_loss() -> None:
-        noted[5] = loss.detach()
-
-    parts: dict[str, Callable[[], object]] = {
-        "gather images by pixels[indices]": lambda: pixels[some],
-        "gather images by index_select": lambda: pixels.index_select(0, some),
-        "gather labels by targets[indices]": lambda: targets[some],
+    return {
+        "gather images by pixels[indices]": lambda: pixels[indices],
+        "gather images by index_select": lambda: pixels.index_select(0, indices),
+        "gather labels by targets[indices]": lambda: targets[indices],
         "normalise": lambda: data.normalize(raw),
-        "the loader: all of these": lambda: next(endless),
-        "zero_grad, forward, loss, backward, optimizer: the step": lambda: bare_step(*one_batch),
-        "optimizer.step": bare_optimizer.step,
-        "schedule.step": bare_schedule.step,
+        "the loader: all of these": lambda: next(gathered),
+        "zero_grad, forward, loss, backward, optimizer: the step": lambda: bare.step(*one_batch),
+        "optimizer.step": bare.optimizer.step,
+        "schedule.step": bare.schedule.step,
         "note a loss (in run.add)": note_the_loss,
         "run.steps and run.add, without a step": run_steps_and_add,
     }
-    for name, part in parts.items():
-        issued = cpu_ms(part)
-        gpu_ms, kernels = gpu_work(part)
-        values = {"ms": round(median(issued), 4), "least_ms": round(min(issued), 4)}
-        values |= {"most_ms": round(max(issued), 4), "gpu_ms": gpu_ms, "gpu_kernels": kernels}
-        table.add(**row, kind="part", what=name, **values)
 
 
 def cpu_ms(part: Callable[[], object]) -> list[float]:
@@ -211,7 +253,9 @@ class OneBatch(Batches):
     """The same batch in every step: a loader that takes no time."""
 
     def __init__(self, batch: tuple[torch.Tensor, torch.Tensor], steps: int) -> None:
-        self.batch, self.steps, self.device = batch, steps, DEVICE
+        self.batch = batch
+        self.steps = steps
+        self.device = DEVICE
 
     def __len__(self) -> int:
         return self.steps

@@ -60,8 +60,8 @@ def main() -> None:
         with trace.open("rb") as plain, gzip.open(f"{trace}.gz", "wb") as packed:
             shutil.copyfileobj(plain, packed)
         trace.unlink()
-        busy = sum(one["length_us"] for one in intervals if one["lane"] == "gpu")
-        whole = sum(one["length_us"] for one in intervals if one["lane"] == "step")
+        busy = sum(interval["length_us"] for interval in intervals if interval["lane"] == "gpu")
+        whole = sum(interval["length_us"] for interval in intervals if interval["lane"] == "step")
         print(f"{name}: {len(intervals)} intervals, GPU work {busy:.0f} of {whole:.0f} us", flush=True)
 
 
@@ -93,34 +93,44 @@ def record(settings: Settings, images: torch.Tensor, labels: torch.Tensor, width
 
 def read(trace: Path) -> list[dict[str, object]]:
     """Return the intervals of a trace: all of the GPU, and of the CPU those that are inside of no other."""
-    events = [one for one in json.loads(trace.read_text())["traceEvents"] if one.get("ph") == "X"]
-    marks = [one for one in events if one.get("cat") == "user_annotation"]
-    steps = [one for one in marks if one["name"].startswith("ProfilerStep#")]
-    of_lane = {
+    # Of the format of Chrome's traces, "X" is an event with a start and a duration, in microseconds.
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+    marks = [event for event in events if event.get("cat") == "user_annotation"]
+    steps = [mark for mark in marks if mark["name"].startswith("ProfilerStep#")]
+    events_of_lane = {
         "step": steps,
-        "mark": [one for one in marks if not one["name"].startswith("ProfilerStep#")],
-        "gpu": [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")],
-        "launch": [one for one in events if one.get("cat") == "cuda_runtime"],
-        "cpu": outermost([one for one in events if one.get("cat") == "cpu_op"]),
+        "mark": [mark for mark in marks if not mark["name"].startswith("ProfilerStep#")],
+        "gpu": [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")],
+        "launch": [event for event in events if event.get("cat") == "cuda_runtime"],
+        "cpu": outermost([event for event in events if event.get("cat") == "cpu_op"]),
     }
-    begin = min(one["ts"] for one in steps)
-    return [row(lane, one, begin) for lane, some in of_lane.items() for one in some]
+    begin = min(step["ts"] for step in steps)
+    intervals = []
+    for lane, events_here in events_of_lane.items():
+        intervals += [row(lane, event, begin) for event in events_here]
+    return intervals
 
 
 def outermost(operators: list[dict]) -> list[dict]:
     """Return the operators that no other of their thread has called."""
-    found, ends = [], {}
-    for one in sorted(operators, key=lambda one: (one["ts"], -one["dur"])):
-        if one["ts"] >= ends.get(one["tid"], 0):
-            found.append(one)
-            ends[one["tid"]] = one["ts"] + one["dur"]
+    found = []
+    ends = {}  # of the last one found, by thread
+    for operator in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
+        thread = operator["tid"]
+        if operator["ts"] >= ends.get(thread, 0):
+            found.append(operator)
+            ends[thread] = operator["ts"] + operator["dur"]
     return found
 
 
 def row(lane: str, event: dict, begin: float) -> dict[str, object]:
-    name = str(event["name"])[:60]
-    start, length = round(event["ts"] - begin, 1), round(event["dur"], 1)
-    return {"lane": lane, "thread": event["tid"], "name": name, "start_us": start, "length_us": length}
+    return {
+        "lane": lane,
+        "thread": event["tid"],
+        "name": str(event["name"])[:60],
+        "start_us": round(event["ts"] - begin, 1),
+        "length_us": round(event["dur"], 1),
+    }
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import gc
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,20 +78,21 @@ def trainings(images: int, batches: list[int]) -> Iterator[Training]:
     """Yield all of them, batch by batch; a warm-up that is longer than the training is left out."""
     for batch in batches:
         for seed in SEEDS:
-            for optimizer in BASE_LR:
-                for rule in RULES:
-                    for warmup in WARMUPS:
-                        one = Training(optimizer, batch, rule, warmup, seed, images)
-                        same = batch == BASE_BATCH and rule != "none"  # no rule changes anything there
-                        if not same and one.warmup_updates < EPOCHS * one.updates_per_epoch:
-                            yield one
+            for optimizer, rule, warmup in product(BASE_LR, RULES, WARMUPS):
+                training = Training(optimizer, batch, rule, warmup, seed, images)
+                if batch == BASE_BATCH and rule != "none":
+                    continue  # no rule changes anything there
+                if training.warmup_updates < EPOCHS * training.updates_per_epoch:
+                    yield training
 
 
 class Running:
     """One training, whose every update needs nothing from the CPU but a launch."""
 
     def __init__(self, training: Training, pixels: torch.Tensor, labels: torch.Tensor) -> None:
-        self.training, self._pixels, self._labels = training, pixels, labels
+        self.training = training
+        self._pixels = pixels
+        self._labels = labels
         torch.manual_seed(training.seed)
         self.network = Net().to(DEVICE, memory_format=torch.channels_last).train()
         sampler = DistributedBatchSampler(training.images, training.batch, training.seed)
@@ -108,7 +110,8 @@ class Running:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        weights, on_gpu = self.network.parameters(), DEVICE.type == "cuda"
+        weights = self.network.parameters()
+        on_gpu = DEVICE.type == "cuda"
         if self.training.optimizer == "SGD":
             return torch.optim.SGD(weights, self._lr, momentum=0.9, nesterov=True, fused=True)
         if self.training.optimizer == "AdamW":
@@ -153,12 +156,12 @@ class Running:
     def test(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
         """Return the accuracy in percent and the loss."""
         self.network.eval()
-        parts = zip(images.split(2500), labels.split(2500), strict=True)
-        right, loss = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
-        for some, truth in parts:
+        right = torch.zeros((), device=DEVICE)
+        loss = torch.zeros((), device=DEVICE)
+        for some, labels_of_some in zip(images.split(2500), labels.split(2500), strict=True):
             output = self.network(some)
-            right += (output.argmax(1) == truth).sum()
-            loss += F.nll_loss(output, truth, reduction="sum")
+            right += (output.argmax(1) == labels_of_some).sum()
+            loss += F.nll_loss(output, labels_of_some, reduction="sum")
         return 100 * right.item() / len(labels), loss.item() / len(labels)
 
 
@@ -179,7 +182,8 @@ def main() -> None:
     args = parser.parse_args()
     table = Table(args.out, COLUMNS, printed=False)
     train_set, test_set = data.load("mnist", args.data_dir)
-    pixels, labels = train_set.inputs.to(DEVICE), train_set.targets.to(DEVICE)
+    pixels = train_set.inputs.to(DEVICE)
+    labels = train_set.targets.to(DEVICE)
     test = data.normalize(test_set.inputs.to(DEVICE)), test_set.targets.to(DEVICE)
     set_precision(Net().to(DEVICE), "tf32" if DEVICE.type == "cuda" else "fp32")
     for images in args.images:
