@@ -224,6 +224,7 @@ def test_every_document_command_list_is_used() -> None:
     assert set(RUN_ELSEWHERE) <= {command for _, command in _commands()}
 
 
+@pytest.mark.usefixtures("mnist_dir")
 @pytest.mark.full
 def test_bench_measures_the_ladder(forking: Forking) -> None:
     ladder = REPOSITORY / "tools" / "bench" / "ladder.py"

@@ -9,6 +9,8 @@ from checkout import Checkout
 from cluster import RunningCluster
 from conftest import REPOSITORY, STAGES
 
+pytestmark = pytest.mark.usefixtures("mnist_dir")
+
 # Commands that other tests run, or that set up what is set up here.
 RUN_ELSEWHERE = {"make data", "source .venv/bin/activate"}
 PRACTICE_CLUSTER = ("make cluster-", "slurm/practice_cluster/cluster.py ")  # test_practice_cluster.py

@@ -14,7 +14,7 @@ from checkout import Checkout
 from cluster import running_cluster
 from conftest import succeeded
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("mnist_dir")]
 
 # A plugin that refuses what its condition describes, as the administrators of many sites have one.
 PLUGIN = """

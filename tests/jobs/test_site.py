@@ -56,6 +56,7 @@ def test_the_words_of_a_site(checkout: Checkout) -> None:
     assert site.read_site().option_templates == site.OPTION_TEMPLATES | words
 
 
+@pytest.mark.usefixtures("mnist_dir")
 def test_it_is_read_once_for_a_command(checkout: Checkout) -> None:
     """Modules that it loads take seconds."""
     reads = checkout.folder / "reads"

@@ -21,6 +21,8 @@ from conftest import succeeded
 
 from trainkit.record import records
 
+pytestmark = pytest.mark.usefixtures("mnist_dir")
+
 SMALL = ("--batch-size", 100, "--train-size", 600, "--test-size", 200, "--width", 4)
 RUNS = [f"{run}-batch100-train600-r1" for run in ("single-1gpu", "ddp-1gpu", "ddp-2gpu")]
 

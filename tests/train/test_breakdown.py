@@ -82,6 +82,7 @@ def test_every_rank_writes_a_trace(slow_rank: tuple) -> None:
         assert any(name.startswith("Optimizer.step") for name in names)
 
 
+@pytest.mark.usefixtures("mnist_dir")
 def test_a_trace_that_is_not_written_is_told(tmp_path: Path) -> None:
     """PyTorch says nothing of it."""
     options = [*map(str, SMALL), "--no-cuda", "--trace", "--results-dir", tmp_path]

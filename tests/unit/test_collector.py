@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from conftest import ENVIRONMENT, stage_command
 from sampling import (
     NODE,
@@ -24,6 +25,7 @@ from trainkit.record import samples
 FULL_AT_BYTES = 1000
 
 
+@pytest.mark.usefixtures("mnist_dir")
 def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
     """Of a real training under torchrun, which is no rank itself."""
     options = ("--no-cuda", "--epochs", 100, "--loader", "workers", "--num-workers", 1)
