@@ -227,6 +227,7 @@ def test_the_sampler_sees_all_gpus_where_each_rank_has_its_own(checkout: Checkou
     """Newer Slurm (seen: 26.05) tells of --gpus-per-task only by these variables, which srun takes over."""
     told = checkout.folder / "srun-told"
     checkout.site(ON)
+    checkout.fake("python", f'exec "{sys.executable}" "$@"')
     record = "JobId=7 TresBind=gres/gpu:per_task:1 TresPerTask=cpu=1,gres/gpu=1 "
     checkout.fake("scontrol", f"[[ $* == *hostnames* ]] && echo 127.0.0.2 || echo '{record}'")
     keep = f"echo \"${{!SLURM_TRES_@}} $*\" >>'{told}'"
