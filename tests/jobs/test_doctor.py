@@ -188,6 +188,7 @@ def test_an_environment_without_torch(in_job_too: bool, level: str, site_file: P
     assert "conda: command not found" in found(told, "environment", level)
 
 
+@pytest.mark.usefixtures("mnist_dir")
 @pytest.mark.parametrize(
     ("build", "most_gpus", "check", "level", "words"),
     [

@@ -153,10 +153,16 @@ def test_a_checkpoint_of_another_stage_keeps_the_kernels_of_this_one(
     small = ("--train-size", 64, "--test-size", 50, "--precision", "fp32", "--recipe", "fast", "--epochs", 2)
     checkout.plant("single", "faults.before_step(1, lambda optimizer: faults.signal_itself(signal.SIGUSR2))")
     assert "stopped after" in script(checkout.script("single"), *small, *places(tmp_path)).stdout
-    checkout.insert("dp", "optimizer.param_groups[0].update(foreach=True, fused=False)", before="run = Run(")
     checkout.plant(
         "dp",
         """
+        initialise = torch.optim.Optimizer.__init__
+
+        def with_loops_over_all_weights(self, weights, defaults):
+            initialise(self, weights, defaults | {"foreach": True, "fused": False})
+
+        torch.optim.Optimizer.__init__ = with_loops_over_all_weights
+
         def show(optimizer):
             print([optimizer.param_groups[0][kind] for kind in ("foreach", "fused")])
 

@@ -229,7 +229,7 @@ def test_data_parallel_on_one_gpu_twice(recipe: str, precision: str, tmp_path: P
 
 
 def test_memory_that_is_full_is_one_sentence(tmp_path: Path, checkout: Checkout) -> None:
-    checkout.insert("single", "torch.cuda.set_per_process_memory_fraction(1e-3)", before="run = Run(")
+    checkout.plant("single", "torch.cuda.set_per_process_memory_fraction(1e-3)")
     options = ("--batch-size", 20_000, "--precision", "fp32", "--results-dir", tmp_path)
     done = run(checkout.script("single"), *options)
     assert "the memory of this process's GPU is full: lower --batch-size" in failed(done)

@@ -55,9 +55,21 @@ def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixt
 
 
 def test_how_long_a_rank_waits_for_its_batches(tmp_path: Path, script: Script, checkout: Checkout) -> None:
-    slowly = "lambda self: ((time.sleep(0.1), batch)[1] for batch in whole(self))"
-    patch = f"kind = type(train_batches); whole = kind.__iter__; kind.__iter__ = {slowly}"
-    checkout.insert("single", patch, before="run = Run")
+    checkout.plant(
+        "single",
+        """
+        from trainkit.data.loaders import ResidentBatches
+
+        batches_of = ResidentBatches.__iter__
+
+        def slowly(self):
+            for batch in batches_of(self):
+                time.sleep(0.1)
+                yield batch
+
+        ResidentBatches.__iter__ = slowly
+        """,
+    )
     succeeded(script(checkout.script("single"), *SMALL, "--results-dir", tmp_path))
     for seconds, row in zip(of_ranks(tmp_path).data_seconds, rows_of(tmp_path), strict=True):
         assert 0.4 <= seconds < row["train_seconds"]
