@@ -25,6 +25,10 @@ HERE = Path(__file__).resolve().parent
 PORTS = range(7000, 10000)
 
 
+# What the job scripts ask for, for each GPU: training on virtual ones takes 1 GB.
+GPU_MEMORY_MB = 8192
+
+
 class StartError(ClusterError):
     """A daemon did not start; its text names the log that says more."""
 
@@ -36,7 +40,11 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     words = sys.argv[1:]
-    at = words.index("--") if "--" in words else len(words)
+    command_of_shell = []
+    if "--" in words:
+        at = words.index("--")
+        command_of_shell = words[at + 1 :]
+        words = words[:at]
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--name", type=cluster_name, default="practice", help="of the cluster (default: practice)"
@@ -93,8 +101,8 @@ def parse() -> argparse.Namespace:
     options.add_argument("node")
     options.add_argument("state", choices=["up", "down"])
     add(down)
-    arguments = parser.parse_args(words[:at])
-    arguments.words = words[at + 1 :]
+    arguments = parser.parse_args(words)
+    arguments.words = command_of_shell
     if arguments.words and arguments.action is not shell:
         parser.error("only shell takes a command")
     if arguments.action is up and arguments.bandwidth and arguments.mode == "one-host":
@@ -222,7 +230,8 @@ def load(name: str) -> Cluster:
 
 def description(cluster: Cluster) -> list[str]:
     where = "every node is a host of its own" if cluster.hosts else "all nodes are on this host"
-    where += f", with a network of {cluster.mbit} Mbit/s" if cluster.mbit else ""
+    if cluster.mbit:
+        where += f", with a network of {cluster.mbit} Mbit/s"
     option = "" if cluster.name == "practice" else f" --name {cluster.name}"
     return [
         f"{cluster.name} is up, with Slurm {cluster.version}: {', '.join(cluster.node_names)}; {where}.",
@@ -309,8 +318,7 @@ def prepare(arguments: argparse.Namespace) -> Cluster:
         gpu_kind=arguments.gpu_kind or "",
         conf=arguments.conf or "",
         cpus=arguments.cpus,
-        # What the job scripts ask for, 8 GB for each GPU: training on virtual ones takes 1 GB.
-        memory=max(machine_memory() // arguments.nodes, 8192 * max(arguments.gpus, 2)),
+        memory=max(machine_memory() // arguments.nodes, GPU_MEMORY_MB * max(arguments.gpus, 2)),
         hosts=arguments.mode != "one-host" and hosts_are_allowed(slurm, arguments),
         mbit=arguments.bandwidth,
         accounting=not arguments.no_accounting and slurm.has_accounting(),
@@ -351,9 +359,10 @@ def machine_memory() -> int:
 def free_ports(name: str, count: int) -> int:
     """Return the first of `count` ports in a row that nothing listens on."""
     # Every name starts its search elsewhere, so that clusters started at the same time do not meet.
-    start = zlib.crc32(f"{os.getuid()} {name}".encode()) % (len(PORTS) // count)
-    for row in range(len(PORTS) // count):
-        first = PORTS[(start + row) % (len(PORTS) // count) * count]
+    rows = len(PORTS) // count
+    start = zlib.crc32(f"{os.getuid()} {name}".encode()) % rows
+    for row in range(rows):
+        first = PORTS[(start + row) % rows * count]
         if all(is_free(port) for port in range(first, first + count)):
             return first
     raise ClusterError(f"there are no {count} free ports in a row between {PORTS[0]} and {PORTS[-1]}.")

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import socket
 import sys
+from itertools import chain
 from pathlib import Path
 
 from software import COMMANDS, DAEMONS, OWN, Slurm
@@ -13,7 +14,9 @@ from state import Cluster, slurm_conf
 
 HERE = Path(__file__).resolve().parent
 # Offsets from the cluster's first port.
-SLURMCTLD_PORT, SLURMDBD_PORT, FIRST_SLURMD_PORT = 0, 1, 2
+SLURMCTLD_PORT = 0
+SLURMDBD_PORT = 1
+FIRST_SLURMD_PORT = 2
 
 
 def write(cluster: Cluster) -> None:
@@ -33,9 +36,10 @@ def write(cluster: Cluster) -> None:
     (cluster.folder / "slurmdbd.conf").chmod(0o600)
     if cluster.accounting:
         _write_database(cluster)
-    for file in Path(cluster.conf).iterdir() if cluster.conf else ():
-        if file.name != "slurm.conf":
-            shutil.copy(file, cluster.folder)
+    if cluster.conf:
+        for file in Path(cluster.conf).iterdir():
+            if file.name != "slurm.conf":
+                shutil.copy(file, cluster.folder)
     cluster.save()
 
 
@@ -76,7 +80,8 @@ def _hosts(cluster: Cluster) -> str:
     names += [(cluster.node_address(node), node) for node in cluster.node_names]
     # PyTorch's store listens by IPv6, where a caller by IPv4 has such an address, and asks for its name.
     mapped = [(f"::ffff:{address}", f"{name}.mapped") for address, name in names]
-    return "".join(f"{address} {name}\n" for address, name in [*names, ("::1", "localhost"), *mapped])
+    names += [("::1", "localhost"), *mapped]
+    return "".join(f"{address} {name}\n" for address, name in names)
 
 
 def _slurm_conf(cluster: Cluster) -> str:
@@ -133,15 +138,7 @@ AccountingStoragePort={cluster.first_port + SLURMDBD_PORT}
 AccountingStoragePass={folder}/munge.socket
 AccountingStorageTRES=gres/gpu
 """
-    kind = f"{cluster.gpu_kind}:" if cluster.gpu_kind else ""
-    gres = f" Gres=gpu:{kind}{cluster.gpus}" if cluster.gpus else ""
-    for number, node in enumerate(cluster.node_names):
-        lines += (
-            f"NodeName={node} NodeAddr={cluster.node_address(node)} NodeHostname={_hostname(cluster, node)} "
-            f"Port={cluster.first_port + FIRST_SLURMD_PORT + number} "
-            f"CPUs={cluster.cpus} Sockets=1 CoresPerSocket={cluster.cpus} ThreadsPerCore=1 "
-            f"RealMemory={cluster.memory}{gres}\n"
-        )
+    lines += _nodes(cluster)
     lines += "PartitionName=practice Nodes=ALL Default=YES DefaultTime=10 MaxTime=240 GraceTime=30\n"
     lines += "PartitionName=debug Nodes=ALL DefaultTime=5 MaxTime=15 GraceTime=30\n"
     lines += "PartitionName=urgent Nodes=ALL DefaultTime=10 MaxTime=240 PriorityTier=2 PreemptMode=OFF\n"
@@ -151,8 +148,22 @@ AccountingStorageTRES=gres/gpu
     return lines
 
 
-def _hostname(cluster: Cluster, node: str) -> str:
-    return node if cluster.hosts else "localhost"
+def _nodes(cluster: Cluster) -> str:
+    """Return the lines of slurm.conf for the nodes."""
+    gres = ""
+    if cluster.gpus:
+        kind = f"{cluster.gpu_kind}:" if cluster.gpu_kind else ""
+        gres = f" Gres=gpu:{kind}{cluster.gpus}"
+    lines = ""
+    for number, node in enumerate(cluster.node_names):
+        hostname = node if cluster.hosts else "localhost"
+        lines += (
+            f"NodeName={node} NodeAddr={cluster.node_address(node)} NodeHostname={hostname} "
+            f"Port={cluster.first_port + FIRST_SLURMD_PORT + number} "
+            f"CPUs={cluster.cpus} Sockets=1 CoresPerSocket={cluster.cpus} ThreadsPerCore=1 "
+            f"RealMemory={cluster.memory}{gres}\n"
+        )
+    return lines
 
 
 def _user() -> str:
@@ -169,9 +180,12 @@ def _plugin_dir(cluster: Cluster) -> str:
     unpacked = {plugin.parent for plugin in slurm.unpacked.glob("usr/lib/*/slurm*/*_*.so")}
     installed = {plugin.parent for plugin in Path("/usr/lib").glob("*/slurm*/*_*.so")}
     # Those that the machine has installed are of another release, unless the release is its own.
-    used = sorted(unpacked) + (sorted(installed) if slurm.name == OWN else [])
-    places = [_short(cluster, place) for place in used]
-    return f"PluginDir={':'.join(places)}" if unpacked else ""
+    used = sorted(unpacked)
+    if slurm.name == OWN:
+        used += sorted(installed)
+    if not unpacked:
+        return ""
+    return f"PluginDir={':'.join(_short(cluster, folder) for folder in used)}"
 
 
 def _gres_conf(cluster: Cluster) -> str:
@@ -198,8 +212,8 @@ def _task_prolog(cluster: Cluster) -> str:
 
     SchedMD's list of changes calls that a regression; it ended with 24.11.7 and 25.05.2.
     """
-    by_a_copy = [((24, 11, 0), (24, 11, 7)), ((25, 5, 0), (25, 5, 2))]
-    if any(first <= _version(cluster) < ended for first, ended in by_a_copy):
+    version = _version(cluster)
+    if (24, 11, 0) <= version < (24, 11, 7) or (25, 5, 0) <= version < (25, 5, 2):
         return ""
     return f"TaskProlog={cluster.folder}/task_prolog.sh"
 
@@ -254,5 +268,6 @@ aria_log_file_size=8M
 
 def _database_tables(cluster: Cluster) -> Path:
     """Return MariaDB's own list of the tables that every database starts with."""
-    shares = (Slurm(cluster.slurm).unpacked / "usr" / "share", Path("/usr/share"))
-    return next(tables for share in shares for tables in share.glob("m*/m*_system_tables.sql"))
+    pattern = "m*/m*_system_tables.sql"  # of MariaDB or MySQL, as the release names it
+    unpacked = (Slurm(cluster.slurm).unpacked / "usr" / "share").glob(pattern)
+    return next(chain(unpacked, Path("/usr/share").glob(pattern)))

@@ -19,8 +19,7 @@ from adopt import adopt_orphans
 from processes import NAMESPACES
 from state import Cluster, ClusterError
 
-# Seconds that a daemon may take to start on a busy machine.
-PATIENCE = 60.0
+START_SECONDS = 60.0  # that a daemon may take on a busy machine
 HERE = Path(__file__).resolve().parent
 
 
@@ -71,12 +70,12 @@ class Daemon:
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Return when `condition` is true; raise a ClusterError if the daemon ends or takes too long."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + START_SECONDS
         while not condition():
             if self.process.poll() is not None:
                 raise self.failure("ended")
             if time.monotonic() > deadline:
-                raise self.failure(f"was not ready after {PATIENCE:.0f} s")
+                raise self.failure(f"was not ready after {START_SECONDS:.0f} s")
             time.sleep(0.02)
 
     def wait_for_end(self) -> None:
@@ -95,8 +94,13 @@ class Daemon:
 def start_munged(cluster: Cluster) -> None:
     """Start Munge, by which a daemon knows which user sent it a message."""
     folder = cluster.folder
-    files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
-    files |= {"log-file": "log/munge.log", "seed-file": "munge.seed"}
+    files = {
+        "key-file": "munge.key",
+        "socket": "munge.socket",
+        "pid-file": "munged.pid",
+        "log-file": "log/munge.log",
+        "seed-file": "munge.seed",
+    }
     options = [f"--{option}={folder / file}" for option, file in files.items()]
     # --force: it mistrusts files below /tmp, but only we may enter our folder.
     munged = Daemon(cluster, "munged", ["munged", "--foreground", "--force", *options])

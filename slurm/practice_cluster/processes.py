@@ -7,13 +7,13 @@ init.py, adopts those whose parents end, so that nothing is ever out of reach.
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from state import Cluster, ClusterError, folder, slurm_conf
 
 NAMESPACES = ["--mount", "--uts", "--net", "--ipc"]
-# Seconds that the kernel may take to end a process on a busy machine.
-PATIENCE = 20.0
+END_SECONDS = 20.0  # that the kernel may take to end a process on a busy machine
 
 
 def first(name: str, of: str = "init") -> int | None:
@@ -36,39 +36,42 @@ def entrance(cluster: Cluster) -> list[str]:
 
 def kill(name: str) -> None:
     """End them all, init.py last, as it adopts the others; raise a ClusterError if one does not end."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + END_SECONDS
     init = first(name)
-    while living := _living(name):
-        for pid in living - {init} or {init}:
-            try:
+    living = _living(name)
+    while living:
+        adopted = living - {init}
+        for pid in adopted or {init}:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         if time.monotonic() > deadline:
             raise ClusterError(f"these processes of {name} do not end: {sorted(living)}")
         time.sleep(0.01)
+        living = _living(name)
 
 
 def _living(name: str) -> set[int]:
     """Return the numbers of the cluster's processes that have not ended yet."""
     mark = f"SLURM_CONF={slurm_conf(name)}".encode()
-    parents, marked = {}, set()
+    parents = {}
+    marked = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            # Behind the name in brackets, which may contain anything: state, parent, ...
-            state, parent = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-            if state in "ZX":
+            # Behind the name in brackets, which may contain anything: state, parent, ... (proc(5))
+            stat = (process / "stat").read_text(errors="replace")
+            state, parent, *_ = stat.rpartition(")")[2].split()
+            if state in ("Z", "X"):  # a zombie, or dead
                 continue
             parents[int(process.name)] = int(parent)
             if mark in (process / "environ").read_bytes().split(b"\0"):
                 marked.add(int(process.name))
         except OSError:  # it has ended, or is another user's
             continue
-    return {pid for pid in parents if not marked.isdisjoint(_line(pid, parents))}
+    return {pid for pid in parents if not marked.isdisjoint(_with_ancestors(pid, parents))}
 
 
-def _line(pid: int, parents: dict[int, int]) -> list[int]:
-    """List the process and its ancestors."""
+def _with_ancestors(pid: int, parents: dict[int, int]) -> list[int]:
+    """Return the process and its ancestors."""
     line = [pid]
     while line[-1] in parents:
         line.append(parents[line[-1]])

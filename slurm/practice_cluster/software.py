@@ -58,7 +58,8 @@ class Slurm:
             raise ClusterError(f"cannot write to {HERE} ({error.strerror}): make it writable.") from error
         with os.fdopen(file, "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if (self.missing() or (accounting and not self.has_accounting())) and not self.unpacked.exists():
+            incomplete = self.missing() or (accounting and not self.has_accounting())
+            if incomplete and not self.unpacked.exists():
                 try:
                     self._unpack()
                 except ClusterError:
@@ -73,13 +74,18 @@ class Slurm:
 
     def find(self, program: str) -> Path | None:
         """Return the program's file: for `own` the system's if it is installed, else the unpacked one."""
-        if self.name == OWN and (installed := shutil.which(program, path=SYSTEM_PATH)):
-            return Path(installed)
-        # Debian's package holds slurmd as slurmd-wlm; installing it would make the plain name.
-        names = (program, f"{program}-wlm")
-        places = [self.unpacked / folder / name for folder in FOLDERS for name in names]
-        # A link may lead out of the folder, to a program of the machine.
-        return next((place for place in places if place.is_file() and not place.is_symlink()), None)
+        if self.name == OWN:
+            installed = shutil.which(program, path=SYSTEM_PATH)
+            if installed:
+                return Path(installed)
+        for folder in FOLDERS:
+            # Debian's package holds slurmd as slurmd-wlm; installing it would make the plain name.
+            for name in (program, f"{program}-wlm"):
+                file = self.unpacked / folder / name
+                # A link may lead out of the folder, to a program of the machine.
+                if file.is_file() and not file.is_symlink():
+                    return file
+        return None
 
     def missing(self) -> list[str]:
         """List the programs that a cluster needs and that are missing."""
@@ -97,12 +103,13 @@ class Slurm:
         """Return Slurm's version, such as 24.11.5: year and month of its release, and its update."""
         slurmctld = self.find("slurmctld")
         done = subprocess.run([slurmctld, "-V"], capture_output=True, text=True)
-        if not (found := re.search(r"\d+\.\d+\.\d+", done.stdout)):
+        version = re.search(r"\d+\.\d+\.\d+", done.stdout)
+        if not version:
             raise ClusterError(
                 f"{slurmctld} does not start ({done.stderr.strip() or done.returncode}): remove "
                 f"{self.unpacked}, and try again."
             )
-        return found[0]
+        return version[0]
 
     def _unpack(self) -> None:
         """Fill the folder with the release's packages, or leave no folder at all."""
@@ -136,15 +143,22 @@ class Slurm:
         (here / "cache" / "archives" / "partial").mkdir(parents=True)
         # As if nothing were installed: the C library comes along.
         (here / "status").touch()
-        options = [f"Dir::State::Lists={here / 'lists'}", f"Dir::Cache={here / 'cache'}"]
-        options += [f"Dir::State::status={here / 'status'}", "Acquire::Languages=none"]
-        options += ["Debug::NoLocking=1", "APT::Sandbox::User=root"]
+        options = [
+            f"Dir::State::Lists={here / 'lists'}",
+            f"Dir::Cache={here / 'cache'}",
+            f"Dir::State::status={here / 'status'}",
+            "Acquire::Languages=none",
+            "Debug::NoLocking=1",
+            "APT::Sandbox::User=root",
+        ]
         if self.name != OWN:
             options += self._debian_sources(here, options)
         flags = _as_flags(options)
         _run(["apt-get", *flags, "update"])
         databases = _run(["apt-cache", *flags, "pkgnames", "mariadb-server-core"]).split()
-        wanted = [*CLUSTER_PACKAGES, "patchelf", *(["slurmdbd", max(databases)] if databases else [])]
+        wanted = [*CLUSTER_PACKAGES, "patchelf"]
+        if databases:
+            wanted += ["slurmdbd", max(databases)]
         plan = _run(["apt-get", *flags, "--simulate", "--no-install-recommends", "install", *wanted])
         needed = re.findall(r"^Inst (\S+) \(", plan, re.MULTILINE)
         used = [name for name in needed if re.match(USED_PACKAGES, name)]
@@ -179,21 +193,29 @@ class Slurm:
         (loader,) = self.unpacked.glob("usr/lib/*/ld-linux*.so.*")
         libraries = loader.parent
         patchelf = [loader, "--library-path", libraries, self.unpacked / "usr" / "bin" / "patchelf"]
-        programs = {name: self.find(name) for name in DAEMONS + COMMANDS}
-        for program in programs.values():
-            ours = program and program.is_relative_to(self.unpacked)
-            if not ours or b"\0" + os.fsencode(loader) + b"\0" in program.read_bytes():
+        for program in [self.find(name) for name in DAEMONS + COMMANDS]:
+            if not program or not program.is_relative_to(self.unpacked):
                 continue
+            if b"\0" + os.fsencode(loader) + b"\0" in program.read_bytes():
+                continue  # it was done before
             changed = program.with_name(f"{program.name}.new")
             search = f"$ORIGIN/../lib/{libraries.name}"
-            places = ["--force-rpath", "--set-rpath", f"{search}:{search}/slurm-wlm"]
-            interpreter = ["--set-interpreter", loader]
-            _run([*map(str, [*patchelf, *interpreter, *places, "--output", changed, program])])
+            command = [
+                *patchelf,
+                *("--set-interpreter", loader),
+                *("--force-rpath", "--set-rpath", f"{search}:{search}/slurm-wlm"),
+                *("--output", changed),
+                program,
+            ]
+            _run([str(word) for word in command])
             changed.replace(program)
 
 
 def _as_flags(options: list[str]) -> list[str]:
-    return [word for option in options for word in ("-o", option)]
+    flags = []
+    for option in options:
+        flags += ["-o", option]
+    return flags
 
 
 def _run(command: list[str], **how: object) -> str:
@@ -207,9 +229,10 @@ def _run(command: list[str], **how: object) -> str:
         **how,
     )
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+        output = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        last_line = output.splitlines()[-1]
         raise ClusterError(
-            f"could not get Slurm: {Path(command[0]).name} says {said[-1]!r}. Check the network and apt's "
+            f"could not get Slurm: {Path(command[0]).name} says {last_line!r}. Check the network and apt's "
             "sources, or install Slurm and munge."
         )
     return done.stdout

@@ -83,14 +83,15 @@ def check_folder(name: str) -> None:
         found = folder(name).lstat()
     except FileNotFoundError:
         return
-    faults = {
-        "no folder of its own": not stat.S_ISDIR(found.st_mode),
-        "another user's": found.st_uid != os.getuid(),
-        "open to other users": stat.S_IMODE(found.st_mode) & 0o077,
-    }
-    fault = next((fault for fault, is_so in faults.items() if is_so), None)
-    if fault:
-        raise ClusterError(f"{folder(name)} is {fault}: choose another --name, or remove it.")
+    if not stat.S_ISDIR(found.st_mode):
+        fault = "no folder of its own"
+    elif found.st_uid != os.getuid():
+        fault = "another user's"
+    elif stat.S_IMODE(found.st_mode) & 0o077:
+        fault = "open to other users"
+    else:
+        return
+    raise ClusterError(f"{folder(name)} is {fault}: choose another --name, or remove it.")
 
 
 def slurm_conf(name: str) -> Path:
