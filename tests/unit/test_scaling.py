@@ -54,6 +54,18 @@ def test_a_ring_is_found_again(counts: tuple[int, ...]) -> None:
     assert abs(middle / truth - 1) < 0.05
 
 
+def test_of_proportional_costs_the_first_one_counts() -> None:
+    """Bytes and rounds of a single count cannot be told apart, and rounding must not choose between them."""
+    shapes = np.array([Shape(devices, 1, batch) for devices in (1, 4) for batch in (64, 96)], float)
+    columns = scaling._shared_columns(shapes)
+    random = np.random.default_rng(0)
+    costs = np.exp(random.normal(np.log([0.01, 0.001, 0.01]), 1, (400, 3)))
+    noise = np.exp(random.normal(0, 0.05, (400, len(shapes))))
+    seconds = costs @ columns[:, :3].T * noise
+    _, _, bytes_in_node, rounds_in_node, *_ = scaling._fit_non_negative(columns, seconds).T
+    assert bytes_in_node.any() and not rounds_in_node.any()
+
+
 def test_one_device_and_the_doctor_are_enough() -> None:
     """Between no overlap at all and an exchange that hides as well as it can."""
     doctor = [AllReduce(2, 2, bytes, 0.002 + bytes / 1e9) for bytes in (1e3, 1e6, 1e7)]
