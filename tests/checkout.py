@@ -111,6 +111,26 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.1)
 
 
+def plant(script: Path, code: str, at_import: bool = False) -> None:
+    """Put code at the beginning of main(), or with `at_import` in front of the script's imports.
+
+    For what is to happen later in a training, the module `faults` has the moments.
+    """
+    text = script.read_text()
+    module = ast.parse(text)
+    if at_import:
+        first = module.body[1]  # after the docstring
+    else:
+        (main,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+        first = main.body[0]
+    imports = "import faults\n" if "faults." in code else ""
+    imports += "import os, signal, sys, threading, time\n"
+    planted = textwrap.indent(imports + textwrap.dedent(code).strip() + "\n", " " * first.col_offset)
+    lines = text.splitlines(keepends=True)
+    lines.insert(first.lineno - 1, planted)
+    script.write_text("".join(lines))
+
+
 class Checkout:
     """A copy of the checkout, used on the login host of a cluster, or on a machine without Slurm."""
 
@@ -160,27 +180,9 @@ class Checkout:
             self.script(stage).write_text(pretended(stage))
 
     def plant(self, where: str, code: str, at_import: bool = False) -> None:
-        """Put code at the beginning of main() of a stage's training script, or of another file.
-
-        With `at_import`, in front of its imports. For what is to happen later in a training, the module
-        `faults` has the moments.
-        """
+        """Plant code in a stage's training script, or in another file of the checkout."""
         path = self.script(where) if where in FOLDERS else self.folder / where
-        text = path.read_text()
-        module = ast.parse(text)
-        if at_import:
-            first = module.body[1]  # after the docstring
-        else:
-            (main,) = (
-                node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "main"
-            )
-            first = main.body[0]
-        imports = "import faults\n" if "faults." in code else ""
-        imports += "import os, signal, sys, threading, time\n"
-        planted = textwrap.indent(imports + textwrap.dedent(code).strip() + "\n", " " * first.col_offset)
-        lines = text.splitlines(keepends=True)
-        lines.insert(first.lineno - 1, planted)
-        path.write_text("".join(lines))
+        plant(path, code, at_import)
 
     def redefine(self, module: str, code: str) -> None:
         """Put a definition at the end of a module, where it takes the place of the one before."""

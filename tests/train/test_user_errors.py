@@ -1,15 +1,15 @@
 """Every mistake gets one sentence on stderr and a non-zero exit, never a traceback."""
 
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
-from textwrap import indent
 
 import psutil
 import pytest
 import torch
-from checkout import Checkout
+from checkout import Checkout, plant
 from conftest import (
     BEYOND,
     ENVIRONMENT,
@@ -179,15 +179,20 @@ def test_loader_processes_leave_signals_to_the_one_that_trains_and_end_with_it(t
 
 
 # Stopped first, a loader process dies while the training waits for a batch that it has announced.
-DYING = """\
-if schedule.last_epoch == 2:
-    import psutil, threading, time
-    print("loaders", *(child.pid for child in psutil.Process().children()))
-    loader = min(psutil.Process().children(), key=lambda child: child.pid)
+DYING = """
+import psutil
+
+def end_a_loader(optimizer):
+    loaders = psutil.Process().children()
+    print("loaders", *(loader.pid for loader in loaders))
+    first = min(loaders, key=lambda loader: loader.pid)
     if {stopped}:
         time.sleep(0.3)
-        loader.suspend()
-    threading.Timer({seconds}, loader.send_signal, [{number}]).start()"""
+        first.suspend()
+    threading.Timer({seconds}, first.send_signal, [{number}]).start()
+
+faults.before_step(3, end_a_loader)
+"""
 
 
 @pytest.mark.parametrize(
@@ -199,9 +204,9 @@ if schedule.last_epoch == 2:
 def test_a_loader_process_is_killed_at_any_moment(
     stopped: bool, number: int, seconds: float, tmp_path: Path, script: Script
 ) -> None:
-    dying = _planted(DYING.format(stopped=stopped, number=number, seconds=seconds + 0.2 * stopped))
-    (tmp_path / "dying.py").write_text(dying)
-    done = script(tmp_path / "dying.py", *WITH_LOADERS, "--results-dir", tmp_path)
+    dying = shutil.copy(STAGES["single"], tmp_path / "dying.py")
+    plant(dying, DYING.format(stopped=stopped, number=number, seconds=seconds + 0.2 * stopped))
+    done = script(dying, *WITH_LOADERS, "--results-dir", tmp_path)
     told = one_error(done)
     assert told.startswith("error: a loader process was killed (")
     assert told.endswith("lower --num-workers, or ask Slurm for more with --mem.")
@@ -212,26 +217,30 @@ def test_a_loader_process_is_killed_at_any_moment(
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_an_error_of_the_samples_stays_what_it_is(loaders: int, tmp_path: Path, script: Script) -> None:
     """Also one that looks like a dead loader process: of a data set that is fetched over the network, say."""
-    failing = """\
-    def fetched(image):
-        raise ConnectionResetError("the store went away")
-    from dataclasses import replace
-    train_set = replace(train_set, prepare_one=fetched)
-"""
-    text = STAGES["single"].read_text()
-    before = "    train_batches ="
-    (tmp_path / "failing.py").write_text(text.replace(before, failing + before))
+    failing = shutil.copy(STAGES["single"], tmp_path / "failing.py")
+    plant(
+        failing,
+        """
+        from dataclasses import replace
+        from trainkit.data import datasets
+
+        load = datasets.load
+
+        def fetched(image):
+            raise ConnectionResetError("the store went away")
+
+        def load_from_a_store(*arguments):
+            train_set, test_set = load(*arguments)
+            return replace(train_set, prepare_one=fetched), test_set
+
+        datasets.load = load_from_a_store
+        """,
+    )
     given = (*WITH_LOADERS, "--num-workers", loaders, "--results-dir", tmp_path)
-    done = script(tmp_path / "failing.py", *given)
+    done = script(failing, *given)
     assert done.returncode == 1
     assert "the store went away" in done.stderr
     assert "Traceback" in done.stderr and "was killed" not in done.stderr
-
-
-def _planted(lines: str) -> str:
-    """Stage 01 with these lines in its training step."""
-    before = "            optimizer.zero_grad()\n"
-    return STAGES["single"].read_text().replace(before, indent(lines, " " * 12) + "\n" + before)
 
 
 def test_a_mistake_of_a_rank_ends_the_run_without_a_traceback(script: Script) -> None:
