@@ -10,52 +10,64 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.model import Net
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-from trainkit.devices import take_all_gpus
-from trainkit.config.command_line import at_least
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainkit import errors
+from trainkit.config.command_line import at_least
+from trainkit.config.options import option, parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import augmentation, eval_loader, train_loader
+from trainkit.devices import take_all_gpus
+from trainkit.distributed.process_group import init_single_process
+from trainkit.errors import entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
+
+@entrypoint
 def main() -> None:
-    replicas = options.own(2, at_least(1, 64), "N", "replicas on the CPU; otherwise there is one on each GPU")
-    opts = options.parse(__doc__, replicas=replicas)
-    here = process_group.alone(not opts.no_cuda, opts.debug_dir)
-    gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
+    replicas = option(
+        2,
+        type=at_least(1, 64),
+        metavar="N",
+        help="replicas on the CPU; otherwise there is one on each GPU",
+    )
+    opts = parse_options(__doc__, replicas=replicas)
+    dist_env = init_single_process(use_gpu=not opts.no_cuda, debug_dir=opts.debug_dir)
+    tune_process(dist_env)
+    gpus = torch.cuda.device_count() if dist_env.device.type == "cuda" else 0
     if gpus > 0:
         devices = [torch.device("cuda", index) for index in range(gpus)]
     else:
-        devices = [here.device] * opts.replicas
+        devices = [dist_env.device] * opts.replicas
     count = len(devices)
-    opts = opts.for_devices(count, "replicas")
+    opts = opts.resolve_batch_size(count, "replicas")
+    set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
     take_all_gpus(opts.seed)  # each drops other neurons
     torch.set_num_threads(max(torch.get_num_threads() // count, 1))  # the replicas share the cores
 
     # By default all images go to the device once and stay there.
-    train_set, test_set = data.load(opts.dataset, opts.data_dir)
-    train_batches = batches.training(train_set, opts, here.device)
-    test_batches = batches.testing(test_set, opts, here.device)
+    train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
+    train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, dist_env)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
-    choose_precision(model, opts, train_set)
+    model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
     replicas = [model, *(copy.deepcopy(model).to(device) for device in devices[1:])]
     threads = ThreadPoolExecutor(count)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    run = Run("dp-by-hand", opts, here, train_set, model, optimizer, schedule, devices=count)
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    run = Run("dp-by-hand", opts, dist_env, train_set, model, optimizer, lr_scheduler, devices=count)
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         seconds = Counter()
         for replica in replicas:
             replica.train()
@@ -69,9 +81,9 @@ def main() -> None:
             with phase("scatter", seconds, devices):
                 parts = to_each(devices, images.chunk(count))
             with phase("forward", seconds, devices):
-                outputs = list(threads.map(nn.Module.__call__, replicas, parts))
+                outputs = list(threads.map(forward, replicas, parts, [opts.precision] * count))
             with phase("gather", seconds, devices):
-                output = torch.cat([part.detach().to(here.device) for part in outputs]).requires_grad_()
+                output = torch.cat([part.detach().to(dist_env.device) for part in outputs]).requires_grad_()
             loss = F.nll_loss(output, labels)
             loss.backward()  # as far as the output
             with phase("backward", seconds, devices):
@@ -80,18 +92,24 @@ def main() -> None:
             with phase("sum", seconds, devices):
                 for replica in replicas[1:]:
                     for copied, weights in zip(replica.parameters(), model.parameters(), strict=True):
-                        weights.grad += copied.grad.to(here.device)
+                        weights.grad += copied.grad.to(dist_env.device)
             optimizer.step()
-            schedule.step()
-            run.add(loss)
+            lr_scheduler.step()
+            run.log(loss=loss)
         errors.tell("seconds: " + ", ".join(f"{name} {spent:.3f}" for name, spent in seconds.items()))
-        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
     run.finish()
 
 
 def to_each(devices: list[torch.device], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Send one part to each device."""
     return [part.to(device) for part, device in zip(parts, devices, strict=True)]
+
+
+def forward(replica: nn.Module, images: torch.Tensor, precision: str) -> torch.Tensor:
+    """Return the replica's output. Autocast is a state of a thread, so each thread enters its own."""
+    with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        return replica(images)
 
 
 @contextmanager
@@ -106,4 +124,4 @@ def phase(name: str, seconds: Counter, devices: list[torch.device]) -> Iterator[
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -3,59 +3,68 @@
 Try: python mnist_multigpu.py --epochs 2
 """
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.model import Net
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-from trainkit.devices import take_all_gpus
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainkit.config.options import parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import augmentation, eval_loader, train_loader
+from trainkit.devices import take_all_gpus
+from trainkit.distributed.process_group import init_single_process
+from trainkit.errors import entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
+
+@entrypoint
 def main() -> None:
-    opts = options.parse(__doc__)
-    here = process_group.alone(not opts.no_cuda, opts.debug_dir)
-    gpus = torch.cuda.device_count() if here.device.type == "cuda" else 0
-    opts = opts.for_devices(gpus, "GPUs")
+    opts = parse_options(__doc__)
+    dist_env = init_single_process(use_gpu=not opts.no_cuda, debug_dir=opts.debug_dir)
+    tune_process(dist_env)
+    gpus = torch.cuda.device_count() if dist_env.device.type == "cuda" else 0
+    opts = opts.resolve_batch_size(gpus, "GPUs")
+    set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
     take_all_gpus(opts.seed)  # each drops other neurons
 
     # By default all images go to the device once and stay there.
-    train_set, test_set = data.load(opts.dataset, opts.data_dir)
-    train_batches = batches.training(train_set, opts, here.device)
-    test_batches = batches.testing(test_set, opts, here.device)
+    train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
+    train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, dist_env)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
+    model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
     if gpus > 1:
         # At every step: copy the weights to each GPU, give each a slice of the batch, and add up
         # the gradients on the first one.
         model = nn.DataParallel(model)
+        # It calls the replicas in threads, which autocast to float16 whatever the dtype in the step below.
+        model.module.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", torch.bfloat16))
     else:
-        errors.tell(f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model.")
-    choose_precision(model, opts, train_set)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+        print(f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model.")
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    run = Run("dp", opts, here, train_set, model, optimizer, schedule, devices=max(gpus, 1))
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    run = Run("dp", opts, dist_env, train_set, model, optimizer, lr_scheduler, devices=max(gpus, 1))
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            loss = F.nll_loss(model(images), labels)
+            with autocast:
+                loss = F.nll_loss(model(images), labels)
             loss.backward()
             optimizer.step()
-            schedule.step()
-            run.add(loss)
-        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+            lr_scheduler.step()
+            run.log(loss=loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
     run.finish()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -3,13 +3,13 @@
 Try: python submit.py --gpus 2 --wait --epochs 2
 """
 
+import submitit
+
 from trainkit import errors
 from trainkit.jobs import submission
 from trainkit.jobs.following import Handle, follow
 from trainkit.jobs.submission import Request
 from trainkit.jobs.training import Training
-
-import submitit
 
 
 def submit(request: Request) -> Handle:

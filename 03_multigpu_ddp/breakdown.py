@@ -10,45 +10,65 @@ from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.model import Net
-from trainkit.training.precision import choose_precision
-from trainkit.training.optim import optimizer_and_schedule
-from trainkit.training import step_phases
-from trainkit import files
-from trainkit.config.command_line import at_least
-
 import torch
 import torch.nn.functional as F
+from beyond.by_hand_overlap import Buckets
 from torch import nn
 from torch.profiler import profile
 
-from beyond.by_hand_overlap import Buckets
+from trainkit import errors, files
+from trainkit.config.command_line import at_least
+from trainkit.config.options import option, parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import augmentation, train_loader
+from trainkit.distributed import process_group
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.training import step_phases
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.tuning import tune_process
 
 STEPS = 10  # timed in a row, as a GPU works through a queue
 TRACED_STEPS = 3
 
 
+@entrypoint
 def main() -> None:
-    repeats = options.own(10, at_least(1, 10_000), "N", f"times {STEPS} steps of each kind, in turns")
-    trace = options.own(False, None, None, f"also write down {TRACED_STEPS} steps with torch.profiler")
+    repeats = option(
+        10,
+        type=at_least(1, 10_000),
+        metavar="N",
+        help=f"times {STEPS} steps of each kind, in turns",
+    )
+    trace = option(
+        False,
+        help=f"also write down {TRACED_STEPS} steps with torch.profiler",
+    )
     how = "exchange the gradients as beyond/by_hand_overlap.py does with this --wait, not by DDP"
-    by_hand = options.own(None, ("late", "at-once"), None, how, shapes_training=True)
-    opts = options.parse(__doc__, repeats=repeats, trace=trace, by_hand=by_hand)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
-    torch.manual_seed(opts.seed + here.rank)
+    by_hand = option(
+        None,
+        choices=("late", "at-once"),
+        help=how,
+        shapes_training=True,
+    )
+    opts = parse_options(__doc__, repeats=repeats, trace=trace, by_hand=by_hand)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
+    torch.manual_seed(opts.seed + dist_env.rank)
     folder = opts.results_dir / "breakdown"
     fix = "free the space, fix the permissions, or give another --results-dir."
     process_group.on_rank_0(lambda: opts.dry_run or files.check_writable(folder, "the breakdown", fix))
 
-    # From here to `schedule` as in mnist_ddp.py. A schedule has to know of all steps.
-    train_set, _ = data.load(opts.dataset, opts.data_dir)
-    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
-    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
+    # From here to `lr_scheduler` as in mnist_ddp.py. A schedule has to know of all steps.
+    train_set, _ = load_dataset(opts.dataset, opts.data_dir)
+    train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+    model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
     if opts.by_hand:
         buckets = ByHand(model, at_once=opts.by_hand == "at-once")
         no_sync = buckets.no_sync
@@ -57,8 +77,8 @@ def main() -> None:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         no_sync = model.no_sync
         finish_exchange = do_nothing  # DDP's backward pass ends when all is exchanged
-    choose_precision(model, opts, train_set)
-    optimizer, schedule = optimizer_and_schedule(opts, model, 3 * STEPS * (1 + opts.repeats) + TRACED_STEPS)
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    optimizer, lr_scheduler = build_optimizer(opts, model, 3 * STEPS * (1 + opts.repeats) + TRACED_STEPS)
 
     def training() -> Iterator[str]:
         """Run the training of mnist_ddp.py without an end, and yield after each phase."""
@@ -68,13 +88,14 @@ def main() -> None:
             for images, labels in train_batches:
                 yield "data"
                 optimizer.zero_grad()
-                loss = F.nll_loss(model(images), labels)
+                with autocast:
+                    loss = F.nll_loss(model(images), labels)
                 yield "forward"
                 loss.backward()
                 finish_exchange()
                 yield "backward"
                 optimizer.step()
-                schedule.step()
+                lr_scheduler.step()
                 yield "optimizer"
 
     phases = training()
@@ -85,19 +106,19 @@ def main() -> None:
     alone_of_repeats = []
     # In turns, so that a busy moment of the machine does not hit one kind of step only.
     for _ in range(1 + opts.repeats):
-        whole = step_phases.laps(phases, here.device, STEPS, every=STEPS * len(step_phases.TIMED))
-        together = step_phases.laps(phases, here.device, STEPS)
+        whole = step_phases.laps(phases, dist_env.device, STEPS, every=STEPS * len(step_phases.TIMED))
+        together = step_phases.laps(phases, dist_env.device, STEPS)
         alone = together
-        if here.size > 1:
+        if dist_env.world_size > 1:
             with no_sync():  # the ranks drift apart: this is no training
-                alone = step_phases.laps(phases, here.device, STEPS)
+                alone = step_phases.laps(phases, dist_env.device, STEPS)
         steps_of_repeats.append(whole.mean() / STEPS)
         together_of_repeats.append(together.view(STEPS, -1))
         alone_of_repeats.append(alone.view(STEPS, -1))
     step = of_all_ranks(steps_of_repeats)
     seconds = step_phases.split(of_all_ranks(together_of_repeats), of_all_ranks(alone_of_repeats))
 
-    facts = step_phases.facts(opts, here, train_set.name, model)
+    facts = step_phases.facts(opts, dist_env, train_set.name, model)
     hosts = process_group.gather(platform.node())
     process_group.on_rank_0(lambda: errors.tell(step_phases.as_text(facts, seconds, step)))
     if opts.dry_run:
@@ -106,8 +127,8 @@ def main() -> None:
         file = folder / f"{facts['run_id']}.tsv"
         process_group.on_rank_0(lambda: step_phases.write(file, facts, hosts, seconds | {"step": step}))
         if opts.trace:
-            write_trace(phases, file.with_suffix(""), here.rank)
-    process_group.leave()
+            write_trace(phases, file.with_suffix(""), dist_env.rank)
+    destroy_distributed()
 
 
 def do_nothing() -> None:
@@ -154,4 +175,4 @@ def write_trace(phases: Iterator[str], path: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

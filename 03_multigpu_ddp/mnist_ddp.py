@@ -3,54 +3,63 @@
 Try: torchrun --standalone --nproc-per-node=2 mnist_ddp.py --epochs 2
 """
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.model import Net
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainkit.config.options import parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import augmentation, eval_loader, train_loader
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
+
+@entrypoint
 def main() -> None:
-    opts = options.parse(__doc__)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
-    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
+    opts = parse_options(__doc__)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
+    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; DDP makes the weights equal
 
     # Every rank has all images, and takes its own share of every batch.
-    train_set, test_set = data.load(opts.dataset, opts.data_dir)
-    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
-    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+    train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
+    train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, dist_env)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
+    model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
     model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    choose_precision(model, opts, train_set)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    run = Run("ddp", opts, here, train_set, model, optimizer, schedule, devices=here.size)
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    run = Run("ddp", opts, dist_env, train_set, model, optimizer, lr_scheduler)
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            loss = F.nll_loss(model(images), labels)
+            with autocast:
+                loss = F.nll_loss(model(images), labels)
             loss.backward()
             optimizer.step()
-            schedule.step()
-            run.add(loss)
-        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+            lr_scheduler.step()
+            run.log(loss=loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

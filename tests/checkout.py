@@ -39,17 +39,17 @@ ONES += ("test_accuracy", "learning_rate", "lr", "peak_memory_mb", "parameters")
 TEXTS = ("launcher", "job_id", "node_list", "torch_version", "cuda_version", "git_commit")
 
 def main():
-    opts = options.parse("", sys.argv[1:])
-    here = place.read()
+    opts = parse_options("", sys.argv[1:])
+    dist_env = place.read()
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    devices = len(gpus) if STAGE in ("single", "dp") else here.size
-    if here.rank != 0:
+    devices = len(gpus) if STAGE in ("single", "dp") else dist_env.world_size
+    if dist_env.rank != 0:
         return
     steps = (opts.train_size or 60_000) // opts.batch_size
     facts = opts.columns() | dict.fromkeys(ONES, 1) | dict.fromkeys(TEXTS, "")
     facts |= {"stage": STAGE, "dataset": opts.dataset, "model": "Net", "device_name": "a GPU"}
     facts |= {"run_id": f"{opts.results_dir.name}-{os.getpid()}", "precision": "fp32"}
-    facts |= {"world_size": here.size, "devices": devices}
+    facts |= {"world_size": dist_env.world_size, "devices": devices}
     facts |= {"steps": steps, "images": steps * opts.batch_size}
     facts |= {"batch_per_device": opts.batch_size // devices, "test_images": 10_000}
     recorder = records.RecordWriter(opts.results_dir / "runs", facts)

@@ -14,6 +14,7 @@ from mnist_lightning import Ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit.distributed import process_group
+from trainkit.distributed.process_group import destroy_distributed
 
 TRAIN, TEST, BATCH = torch.arange(640), torch.arange(1001), 32  # each image is its own number
 STEPS = len(TRAIN) // BATCH // 2  # of an epoch, as each of two ranks takes BATCH images
@@ -50,19 +51,21 @@ def batches(images: torch.Tensor) -> DataLoader:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    here = process_group.join(use_cuda=False, timeout=60)
+    dist_env = process_group.init_distributed(use_gpu=False, timeout_seconds=60)
     seed_everything(1)
     masks = process_group.gather((F.dropout(torch.ones(1000)) > 0).tolist())
 
     def trainer(**told: object) -> Trainer:
-        ddp = DDPStrategy(parallel_devices=[here.device] * here.size, cluster_environment=Ranks(here))
+        ddp = DDPStrategy(
+            parallel_devices=[dist_env.device] * dist_env.world_size, cluster_environment=Ranks(dist_env)
+        )
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         return Trainer(strategy=ddp, max_epochs=1, **quiet, **told)
 
     with_defaults, network = trainer(num_sanity_val_steps=0), Watched()
     with_defaults.fit(network, batches(TRAIN), batches(TEST))
     shares = trainer(use_distributed_sampler=False)
-    shares.validate(Watched(), batches(TEST.tensor_split([RIGHT])[here.rank]), verbose=False)
+    shares.validate(Watched(), batches(TEST.tensor_split([RIGHT])[dist_env.rank]), verbose=False)
     metrics = process_group.gather(
         {name: round(value.item(), 2) for name, value in shares.callback_metrics.items()}
     )
@@ -75,9 +78,9 @@ def main() -> None:
         "rate": round(with_defaults.optimizers[0].param_groups[0]["lr"], 6),
         "seed_everything": sum(a == b for a, b in zip(*masks, strict=True)),
     }
-    if here.rank == 0:
+    if dist_env.rank == 0:
         print(json.dumps(found))
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from trainkit.distributed.launchers import Place
+from trainkit.distributed.launchers import DistEnv
 from trainkit.errors import UserError, first_line
 
 PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
@@ -279,23 +279,23 @@ def gpus() -> list[torch.device]:
 # --- which device a rank has --------------------------------------------------------------------------
 
 
-def choose_device(here: Place, use_cuda: bool) -> torch.device:
+def choose_device(dist_env: DistEnv, use_gpu: bool) -> torch.device:
     """Choose this process's GPU, and try it; choose the CPU with --no-cuda, or if there is no GPU.
 
     Raises:
         UserError: if PyTorch cannot use the GPUs, or the one chosen does not compute.
     """
-    if not use_cuda:
+    if not use_gpu:
         return torch.device("cpu")
     for accelerator in ACCELERATORS:
-        accelerator.show_own(here.local_rank)
+        accelerator.show_own(dist_env.local_rank)
     visible = usable_gpus()
     if not visible:
         return torch.device("cpu")
     # With as many GPUs as ranks, that of the local rank; else each rank sees its own, as with srun, or
     # process_group.py finds that two have the same. A launcher may not have told how many ranks there are.
-    ranks = max(here.local_size, here.local_rank + 1)
-    device = visible[here.local_rank if len(visible) >= ranks else 0]
+    ranks = max(dist_env.local_world_size, dist_env.local_rank + 1)
+    device = visible[dist_env.local_rank if len(visible) >= ranks else 0]
     try_gpu(device)
     return device
 

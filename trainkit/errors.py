@@ -1,5 +1,6 @@
 """One clear sentence instead of a traceback for a mistake that a user can correct."""
 
+import functools
 import os
 import re
 import resource
@@ -56,6 +57,22 @@ EXPLAINED = {
         "or see 03_multigpu_ddp/beyond/unused.py."
     ),
 }
+
+
+def entrypoint(main: Callable[[], int | None]) -> Callable[[], None]:
+    """Make `main` the function by which a script begins and ends, as PyTorch Elastic's @record does.
+
+        @entrypoint
+        def main() -> None: ...
+
+    The function that it returns ends the process: see `run`.
+    """
+
+    @functools.wraps(main)
+    def run_main() -> None:
+        run(main)
+
+    return run_main
 
 
 def run(main: Callable[[], int | None]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from trainkit.devices import accelerator_of, boot_id
 from trainkit.distributed import process_group
-from trainkit.distributed.launchers import Place, launcher_of
+from trainkit.distributed.launchers import DistEnv, launcher_of
 
 # Parameters of glibc's mallopt(3), from malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -28,7 +28,7 @@ class Cores(NamedTuple):
     cores: set[int]
 
 
-def tune_process(dist_env: Place) -> None:
+def tune_process(dist_env: DistEnv) -> None:
     """Fit this process to its device, and to the other ranks of its host. Every rank has to call it.
 
     It changes four settings, of this process only:
@@ -47,7 +47,7 @@ def tune_process(dist_env: Place) -> None:
     else:
         keep_freed_memory()
         if not launcher_of().binds_cores():
-            take_own_cores(dist_env.local_rank, dist_env.local_size)
+            take_own_cores(dist_env.local_rank, dist_env.local_world_size)
     limit_threads(process_group.gather(own_cores()))
 
 

@@ -3,56 +3,74 @@
 Try: torchrun --standalone --nproc-per-node=2 by_hand.py --epochs 2
 """
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.model import Net
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from trainkit import errors
+from trainkit.config.options import option, parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import augmentation, eval_loader, train_loader
+from trainkit.distributed import process_group
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
+
+@entrypoint
 def main() -> None:
-    flat = options.own(False, None, None, "average all gradients in one call, not one by one")
-    forget = options.own(False, None, None, "do not average: the ranks drift apart", shapes_training=True)
-    opts = options.parse(__doc__, flat=flat, forget=forget)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
-    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; rank 0's weights go to all
+    flat = option(
+        False,
+        help="average all gradients in one call, not one by one",
+    )
+    forget = option(
+        False,
+        help="do not average: the ranks drift apart",
+        shapes_training=True,
+    )
+    opts = parse_options(__doc__, flat=flat, forget=forget)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
+    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; rank 0's weights go to all
 
     # Every rank has all images, and takes its own share of every batch.
-    train_set, test_set = data.load(opts.dataset, opts.data_dir)
-    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
-    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+    train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
+    train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, dist_env)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
+    model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
     for weights in model.parameters():
         dist.broadcast(weights.detach(), src=0)
-    choose_precision(model, opts, train_set)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    each_rank = {}
+    per_rank_state = {}
     if opts.forget:
         way = "forget"
-        each_rank = {"model": model}  # the weights of each rank are its own
+        per_rank_state = {"model": model}  # the weights of each rank are its own
     elif opts.flat:
         way = "flat"
     else:
         way = "each"
     name = f"ddp-by-hand-{way}"
-    run = Run(name, opts, here, train_set, model, optimizer, schedule, here.size, each_rank=each_rank)
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    run = Run(name, opts, dist_env, train_set, model, optimizer, lr_scheduler, per_rank_state=per_rank_state)
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            loss = F.nll_loss(model(images), labels)
+            with autocast:
+                loss = F.nll_loss(model(images), labels)
             loss.backward()
             gradients = [weights.grad for weights in model.parameters()]
             if way == "flat":
@@ -60,14 +78,14 @@ def main() -> None:
             elif way == "each":
                 average(gradients)
             optimizer.step()
-            schedule.step()
-            run.add(loss)
-        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+            lr_scheduler.step()
+            run.log(loss=loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
         sums = process_group.gather(sum(weights.double().sum().item() for weights in model.parameters()))
-        if here.rank == 0:
+        if dist_env.rank == 0:
             errors.tell(f"sum of the weights of each rank: {sums}")
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 def average(tensors: list[torch.Tensor]) -> None:
@@ -87,4 +105,4 @@ def average_in_one_call(tensors: list[torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -3,76 +3,94 @@
 Try: torchrun --standalone --nproc-per-node=1 captured.py --epochs 3 --batch-size 128
 """
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.model import Net
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-from trainkit.training import capture
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainkit.config.options import option, parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import augmentation, eval_loader, train_loader
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.training import capture
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
+
+@entrypoint
 def main() -> None:
     ways = ("captured", "graphed", "eager")
-    how = options.own("captured", ways, None, "graphed: by make_graphed_callables; eager: as in mnist_ddp.py")
-    compiled = options.own(False, None, None, "compile the network before that")
-    opts = options.parse(__doc__, how=how, compile=compiled)
-    if opts.how == "graphed" and opts.precision == "auto" and opts.resume == "auto":
-        raise errors.UserError("--how graphed keeps the precision of its graphs: with --resume, say which.")
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
-    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
+    how = option(
+        "captured",
+        choices=ways,
+        help="graphed: by make_graphed_callables; eager: as in mnist_ddp.py",
+    )
+    compiled = option(
+        False,
+        help="compile the network before that",
+    )
+    opts = parse_options(__doc__, how=how, compile=compiled)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
+    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; DDP makes the weights equal
 
     # Every rank has all images, and takes its own share of every batch.
-    train_set, test_set = data.load(opts.dataset, opts.data_dir)
-    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
-    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+    train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
+    train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, dist_env)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
-    choose_precision(model, opts, train_set)
+    model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
+    # Without its cache of converted weights, as a graph that is captured within it cannot have one.
+    autocast = torch.autocast(
+        dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16", cache_enabled=False
+    )
     if opts.how != "eager":
         capture.check(model)
     if opts.compile:
         model = torch.compile(model)
     if opts.how == "graphed":
-        capture.graphed(model, next(iter(train_batches))[0])
+        with autocast:
+            capture.graphed(model, next(iter(train_batches))[0])
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
     stream = torch.cuda.Stream() if opts.how == "captured" else None
     with torch.cuda.stream(stream):  # a captured step averages its gradients there
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     def forward_backward(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=False)  # a replay writes to the same tensors again
-        loss = F.nll_loss(model(images), labels)
+        with autocast:
+            loss = F.nll_loss(model(images), labels)
         loss.backward()
         return loss
 
     name = f"ddp-{opts.how}" + ("-compiled" if opts.compile else "")
-    run = Run(name, opts, here, train_set, model, optimizer, schedule, devices=here.size)
+    run = Run(name, opts, dist_env, train_set, model, optimizer, lr_scheduler)
     step = forward_backward
     if opts.how == "captured":
         step = capture.CapturedStep(forward_backward, model, stream)
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             loss = step(images, labels)
             optimizer.step()
-            schedule.step()
-            run.add(loss)
-        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+            lr_scheduler.step()
+            run.log(loss=loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -5,17 +5,6 @@ Try: torchrun --standalone --nproc-per-node=2 fsdp.py --epochs 2
 
 from collections.abc import Iterable
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.model import Net
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-from trainkit.training.sharded import Sharded, check_pytorch, local_part
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,57 +12,94 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
+from trainkit import errors
+from trainkit.config.options import option, parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import augmentation, eval_loader, train_loader
+from trainkit.distributed import process_group
+from trainkit.distributed.launchers import DistEnv
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import UserError, entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.training.sharded import Sharded, check_pytorch, local_part
+from trainkit.tuning import tune_process
 
+
+@entrypoint
 def main() -> None:
     check_pytorch()
-    how = options.own("shard", ("shard", "ddp"), None, "a share of the network on each rank, or all of it")
-    opts = options.parse(__doc__, how=how)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
-    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; rank 0's weights go to all
+    how = option(
+        "shard",
+        choices=("shard", "ddp"),
+        help="a share of the network on each rank, or all of it",
+    )
+    opts = parse_options(__doc__, how=how)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
+    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; rank 0's weights go to all
 
     # Every rank has all images, and takes its own share of every batch.
-    train_set, test_set = data.load(opts.dataset, opts.data_dir)
-    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
-    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+    train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
+    train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, dist_env)
     steps = process_group.gather(len(test_batches))  # each forward pass is a meeting
-    if steps.count(steps[0]) < here.size:
-        raise errors.UserError(
+    if steps.count(steps[0]) < dist_env.world_size:
+        raise UserError(
             "the ranks have unequal numbers of test steps: raise --test-batch-size or --test-size."
         )
 
     # channels_last is faster, but fully_shard refuses it.
     layout = torch.channels_last if opts.how == "ddp" else torch.contiguous_format
-    model = Net(opts.width).to(here.device, memory_format=layout)
-    choose_precision(model, opts, train_set)
+    model = Net(opts.width).to(dist_env.device, memory_format=layout)
     if opts.how == "ddp":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
-        split(model, here)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+        split(model, dist_env)
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     name, sharded = ("ddp", None) if opts.how == "ddp" else ("fsdp", Sharded(model, optimizer))
-    run = Run(name, opts, here, train_set, model, optimizer, schedule, devices=here.size, sharded=sharded)
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    run = Run(
+        name,
+        opts,
+        dist_env,
+        train_set,
+        model,
+        optimizer,
+        lr_scheduler,
+        devices=dist_env.world_size,
+        sharded=sharded,
+    )
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            loss = F.nll_loss(model(images), labels)
+            with autocast:
+                loss = F.nll_loss(model(images), labels)
             loss.backward()
             optimizer.step()
-            schedule.step()
-            run.add(loss)
-        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+            lr_scheduler.step()
+            run.log(loss=loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
     print_memory(model, optimizer)
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
-def split(model: nn.Module, here: process_group.Place) -> None:
+def split(model: nn.Module, dist_env: DistEnv) -> None:
     """Leave each rank its share of every weight. A layer is whole only while it is used."""
     for weights in model.parameters():
         dist.broadcast(weights.detach(), src=0)
-    mesh = init_device_mesh(here.device.type, (here.size,))
+    mesh = init_device_mesh(dist_env.device.type, (dist_env.world_size,))
     for layer in (model.conv1, model.conv2, model.fc1, model.fc2):
         fsdp.fully_shard(layer, mesh=mesh)
     fsdp.fully_shard(model, mesh=mesh)
@@ -96,4 +122,4 @@ def megabytes(tensors: Iterable[torch.Tensor]) -> float:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -3,18 +3,20 @@
 Try: torchrun --standalone --nproc-per-node=2 gan.py --epochs 5
 """
 
-from trainkit.training.run import Run
-from trainkit.data import loaders as batches, datasets as data
-from trainkit.training.precision import choose_precision
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.config.command_line import above_0
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from trainkit.config.command_line import above_0
+from trainkit.config.options import option, parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import train_loader
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
 NOISE = 64
 
@@ -37,23 +39,44 @@ class Critic(nn.Sequential):
         super().__init__(*first, *second, nn.Flatten(), nn.Linear(2 * width * 7 * 7, 1))
 
 
+@entrypoint
 def main() -> None:
-    rate = options.own(2e-4, above_0(1e6), "X", "learning rate of both Adams", shapes_training=True)
-    opts = options.parse(__doc__, lr=rate)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
+    float32 = option("fp32", choices=("fp32", "tf32"), help="what the layers compute in", column="precision")
+    rate = option(
+        2e-4,
+        type=above_0(1e6),
+        metavar="X",
+        help="learning rate of both Adams",
+        shapes_training=True,
+    )
+    opts = parse_options(__doc__, lr=rate, precision=float32)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
-    train_set, _ = data.load(opts.dataset, opts.data_dir)
-    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
+    train_set, _ = load_dataset(opts.dataset, opts.data_dir)
+    train_batches = train_loader(train_set, opts, dist_env)
 
-    generator = DistributedDataParallel(Generator(opts.width).to(here.device))
-    critic = DistributedDataParallel(Critic(opts.width).to(here.device))
-    choose_precision(generator, opts, train_set)
+    generator = DistributedDataParallel(Generator(opts.width).to(dist_env.device))
+    critic = DistributedDataParallel(Critic(opts.width).to(dist_env.device))
     how = {"lr": opts.scaled_lr, "betas": (0.5, 0.999)}
     optimizer = torch.optim.Adam(generator.parameters(), **how)
     of_critic = torch.optim.Adam(critic.parameters(), **how)
     also = {"critic": critic, "critic_optimizer": of_critic}  # in the checkpoints, too
-    run = Run("ddp-gan", opts, here, train_set, generator, optimizer, None, devices=here.size, also=also)
+    run = Run(
+        "ddp-gan",
+        opts,
+        dist_env,
+        train_set,
+        generator,
+        optimizer,
+        None,
+        extra_state=also,
+    )
+    run.resume()
     for epoch in run.epochs():
         for images, _ in run.steps(epoch, train_batches):
             made = generator(run.noise(NOISE))  # of this step: N ranks draw what one would
@@ -70,11 +93,11 @@ def main() -> None:
             loss = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
             loss.backward()
             optimizer.step()
-            run.add(loss, critic_loss=critic_loss)
+            run.log(loss=loss, critic_loss=critic_loss)
         run.end_of_epoch(epoch)  # nothing is tested
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

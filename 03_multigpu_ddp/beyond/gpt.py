@@ -5,53 +5,93 @@ Try: torchrun --standalone --nproc-per-node=2 gpt.py
 
 import math
 
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.config.options import MOST_IMAGES, Options
-from trainkit.training.sharded import Sharded, check_pytorch
-from trainkit.training.best import Best
-from trainkit.config.command_line import above_0, at_least
-
+import gpt_data
+import gpt_metrics
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import gpt_data
-import gpt_metrics
+from trainkit import errors
+from trainkit.config.command_line import above_0, at_least
+from trainkit.config.options import MOST_IMAGES, Options, option, parse_options
+from trainkit.distributed import process_group
+from trainkit.distributed.launchers import DistEnv
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import UserError, entrypoint
+from trainkit.training.best import Best
+from trainkit.training.evaluation import evaluate
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.training.sharded import Sharded, check_pytorch
+from trainkit.tuning import tune_process
 
 # Those that other scripts have, too, fit this training here.
-# fmt: off
 OPTIONS = {
-    "layers": options.own(2, at_least(1), "N", "transformer blocks", shapes_training=True),
-    "heads": options.own(4, at_least(1), "N", "of the attention in each block", shapes_training=True),
-    "width": options.own(
-        64, at_least(1), "N", "numbers for each token", shapes_training=True, column="width"
+    "layers": option(
+        2,
+        type=at_least(1),
+        metavar="N",
+        help="transformer blocks",
+        shapes_training=True,
+    ),
+    "heads": option(
+        4,
+        type=at_least(1),
+        metavar="N",
+        help="of the attention in each block",
+        shapes_training=True,
+    ),
+    "width": option(
+        64,
+        type=at_least(1),
+        metavar="N",
+        help="numbers for each token",
+        shapes_training=True,
+        column="width",
     ),
     **gpt_data.OPTIONS,
-    "how": options.own("ddp", ("ddp", "shard"), None, "all of the network on each rank, or a share of it"),
-    "compile": options.own(False, None, None, "have torch.compile make fewer and larger kernels"),
-    "checkpoint_activations": options.own(
-        False, None, None, "keep one tensor of each block, and recompute the others when they are needed"
+    "how": option(
+        "ddp",
+        choices=("ddp", "shard"),
+        help="all of the network on each rank, or a share of it",
     ),
-    "precision": options.own(
-        "fp32", ("fp32", "tf32", "bf16"), None, "what the layers compute in; bf16 on GPUs that have it"
+    "compile": option(
+        False,
+        help="have torch.compile make fewer and larger kernels",
     ),
-    "recipe": options.own("adamw", ("adamw",), None, "warm-up, then a cosine", column="recipe"),
-    "lr": options.own(
-        0.003, above_0(1e6), "X", "learning rate, with --lr-scale that of batch 64", shapes_training=True
+    "checkpoint_activations": option(
+        False,
+        help="keep one tensor of each block, and recompute the others when they are needed",
     ),
-    "lr_warmup_images": options.own(
-        1024, at_least(0, MOST_IMAGES), "N", "windows over which the learning rate rises from 0",
-        shapes_training=True, column="lr_warmup_images",
+    "precision": option(
+        "fp32",
+        choices=("fp32", "tf32", "bf16"),
+        help="what the layers compute in; bf16 on GPUs that have it",
+    ),
+    "recipe": option(
+        "adamw",
+        choices=("adamw",),
+        help="warm-up, then a cosine",
+        column="recipe",
+    ),
+    "lr": option(
+        0.003,
+        type=above_0(1e6),
+        metavar="X",
+        help="learning rate, with --lr-scale that of batch 64",
+        shapes_training=True,
+    ),
+    "lr_warmup_images": option(
+        1024,
+        type=at_least(0, MOST_IMAGES),
+        metavar="N",
+        help="windows over which the learning rate rises from 0",
+        shapes_training=True,
+        column="lr_warmup_images",
     ),
 }
-# fmt: on
 
 
 class Block(nn.Module):
@@ -82,14 +122,13 @@ class GPT(nn.Module):
     """A decoder-only transformer in the shape of GPT-2, without biases and dropout.
 
     Takes tokens, int64 (n, t), t at most `context`; returns the logits of what follows each, (n * t,
-    `vocabulary`). `precision` is what the layers compute in, "fp32" or "bf16"; the weights are float32.
+    `vocabulary`).
     """
 
     def __init__(
         self, vocabulary: int, context: int, width: int, layers: int, heads: int, recompute: bool = False
     ) -> None:
         super().__init__()
-        self.precision = "fp32"
         self.words = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.zeros(context, width))
         self.blocks = nn.ModuleList(Block(width, heads, recompute) for _ in range(layers))
@@ -100,12 +139,11 @@ class GPT(nn.Module):
                 nn.init.normal_(weights, std=0.02 / math.sqrt(2 * layers) if adds_up else 0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            x = self.words(tokens) + self.positions[: tokens.shape[1]]
-            for block in self.blocks:
-                x = block(x)
-            # Words are read and predicted with the same vectors: one matrix for both.
-            return F.linear(self.norm(x).flatten(0, 1), self.words.weight)
+        x = self.words(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        # Words are read and predicted with the same vectors: one matrix for both.
+        return F.linear(self.norm(x).flatten(0, 1), self.words.weight)
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -113,17 +151,17 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean"
     return F.cross_entropy(logits.float(), targets, reduction=reduction)
 
 
-def split(model: GPT, here: process_group.Place) -> None:
+def split(model: GPT, dist_env: DistEnv, precision: str) -> None:
     """Leave each rank its share of every weight. A block is put together for its own turn only."""
-    how = {"mesh": init_device_mesh(here.device.type, (here.size,))}
-    if model.precision == "bf16":  # weights travel in bf16, gradients are added up in float32
+    how = {"mesh": init_device_mesh(dist_env.device.type, (dist_env.world_size,))}
+    if precision == "bf16":  # weights travel in bf16, gradients are added up in float32
         how["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in model.blocks:
         fsdp.fully_shard(block, **how)
     fsdp.fully_shard(model, **how)
 
 
-def optimizer_and_schedule(
+def build_optimizer(
     opts: Options, model: nn.Module, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Return AdamW, which pulls only matrices towards 0, and a warm-up, then a cosine down to a tenth."""
@@ -143,25 +181,29 @@ def optimizer_and_schedule(
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+@entrypoint
 def main() -> None:
     check_pytorch()
-    opts = options.parse(__doc__, **OPTIONS)
+    opts = parse_options(__doc__, **OPTIONS)
     if opts.width % opts.heads:
-        raise errors.UserError(f"--width {opts.width} is not a multiple of --heads {opts.heads}: change one.")
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
+        raise UserError(f"--width {opts.width} is not a multiple of --heads {opts.heads}: change one.")
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)  # the same weights on every rank
 
     paths = process_group.broadcast(
         process_group.on_rank_0(lambda: gpt_data.write(opts.data_dir, opts.shards))
     )
     train_text, text = gpt_data.Text(paths[1:], opts.context), gpt_data.Text(paths[:1], opts.context)
-    train_batches = gpt_data.training(train_text, opts, here)
-    test_batches = gpt_data.validating(text, opts, here)
+    train_batches = gpt_data.training(train_text, opts, dist_env)
+    test_batches = gpt_data.validating(text, opts, dist_env)
 
     shape = opts.vocabulary, opts.context, opts.width, opts.layers, opts.heads
-    model = network = GPT(*shape, recompute=opts.checkpoint_activations).to(here.device)
-    choose_precision(network, opts, train_text)
+    model = network = GPT(*shape, recompute=opts.checkpoint_activations).to(dist_env.device)
     flops = opts.context * gpt_metrics.flops_per_token(network)
     if opts.compile:  # what is compiled for one block does for all; not what splits them, which is around it
         for block in network.blocks:
@@ -169,37 +211,50 @@ def main() -> None:
     if opts.how == "ddp":
         model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     else:
-        split(network, here)
-    optimizer, schedule = optimizer_and_schedule(opts, model, opts.epochs * len(train_batches))
+        split(network, dist_env, opts.precision)
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    optimizer, lr_scheduler = build_optimizer(opts, model, opts.epochs * len(train_batches))
 
     name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
     sharded = Sharded(model, optimizer) if opts.how == "shard" else None
     best_file = opts.checkpoint_dir and opts.checkpoint_dir / "best.pt"
     best = Best(model, sharded, best_file)
-    more = {"also": {"best": best}, "sharded": sharded}
-    more |= {"unit": "tokens", "per_sample": opts.context}
-    run = Run(name, opts, here, train_text, model, optimizer, schedule, here.size, **more)
+    run = Run(
+        name,
+        opts,
+        dist_env,
+        train_text,
+        model,
+        optimizer,
+        lr_scheduler,
+        extra_state={"best": best},
+        sharded=sharded,
+        unit="tokens",
+        per_sample=opts.context,
+    )
     train_loss = torch.compile(loss_of) if opts.compile else loss_of
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for tokens, targets in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            loss = train_loss(model(tokens), targets)
+            with autocast:
+                loss = train_loss(model(tokens), targets)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            schedule.step()
-            run.add(loss)
-        tested = evaluate(model, test_batches, loss_of)
+            lr_scheduler.step()
+            run.log(loss=loss)
+        tested = evaluate(model, test_batches, loss_of, autocast)
         if opts.checkpoint_dir:
             best.keep(epoch, tested.loss)
-        metrics = gpt_metrics.of_epoch(run.trained, opts, here, flops)
+        metrics = gpt_metrics.of_epoch(run.trained, opts, dist_env, flops)
         run.end_of_epoch(epoch, tested, metrics)
-        if here.rank == 0:
+        if dist_env.rank == 0:
             errors.tell(gpt_metrics.in_one_line(metrics))
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -11,17 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from trainkit.data import loaders as batches
-from trainkit import errors
-from trainkit.config import options
-from trainkit import files
-from trainkit.config.options import Options
-from trainkit.config.command_line import at_least
-from trainkit.devices import is_gpu
-from trainkit.distributed.launchers import Place
-
 import numpy as np
 import torch
+
+from trainkit import errors, files
+from trainkit.config.command_line import at_least
+from trainkit.config.options import Options, check_sizes, option
+from trainkit.data.loaders import Batch, Batches, DistributedBatchSampler, RankSampler, UnpaddedEvalSampler
+from trainkit.devices import is_gpu
+from trainkit.distributed.launchers import DistEnv
 
 SHARD_TOKENS = 2**18
 TOKEN_BYTES = 2  # uint16
@@ -66,24 +64,42 @@ WORDS = sorted(set(_TEXTS.split()) - RULES.keys())
 
 
 # How gpt.py reads its text.
-# fmt: off
 OPTIONS = {
-    "context": options.own(
-        64, at_least(2, 2**16), "T", "tokens that the network sees at a time", shapes_training=True
-    ),
-    "vocabulary": options.own(
-        128, at_least(len(WORDS), 2**16), "N", "rows of the table of words; GPT-2 has 50304",
+    "context": option(
+        64,
+        type=at_least(2, 2**16),
+        metavar="T",
+        help="tokens that the network sees at a time",
         shapes_training=True,
     ),
-    "shards": options.own(
-        2, at_least(1, 10_000), "N", f"files of {SHARD_TOKENS:,} tokens to train on", shapes_training=True
+    "vocabulary": option(
+        128,
+        type=at_least(len(WORDS), 2**16),
+        metavar="N",
+        help="rows of the table of words; GPT-2 has 50304",
+        shapes_training=True,
     ),
-    "loader": options.own("mapped", ("mapped",), None, "tokens are read from disk", column="loader"),
-    "epochs": options.own(
-        3, at_least(1), "N", "passes over the text, or over --train-size windows", shapes_training=True
+    "shards": option(
+        2,
+        type=at_least(1, 10_000),
+        metavar="N",
+        help=f"files of {SHARD_TOKENS:,} tokens to train on",
+        shapes_training=True,
+    ),
+    "loader": option(
+        "mapped",
+        choices=("mapped",),
+        help="tokens are read from disk",
+        column="loader",
+    ),
+    "epochs": option(
+        3,
+        type=at_least(1),
+        metavar="N",
+        help="passes over the text, or over --train-size windows",
+        shapes_training=True,
     ),
 }
-# fmt: on
 
 
 def entropy_rate() -> float:
@@ -181,42 +197,47 @@ class Text:
         return torch.from_numpy(np.stack(chosen).astype(np.int64))
 
 
-class TextBatches(batches.Batches):
+class TextBatches(Batches):
     """Windows without their last token, int64 (n, context), and what follows each, int64 (n * context,)."""
 
-    def __init__(self, text: Text, order: batches.RankSampler, device: torch.device) -> None:
-        super().__init__(text, order, device, shift=False)
+    def __init__(self, text: Text, order: RankSampler, device: torch.device) -> None:
+        super().__init__(order, device)
+        self.text = text
 
-    def __iter__(self) -> Iterator[batches.Batch]:
+    def __iter__(self) -> Iterator[Batch]:
         for indices in self.order:
-            windows = self.split.windows(indices)
+            windows = self.text.windows(indices)
             if is_gpu(self.device):  # a copy from pinned memory does not wait for the GPU
                 windows = windows.pin_memory()
             windows = windows.to(self.device, non_blocking=True)
             yield windows[:, :-1].contiguous(), windows[:, 1:].flatten()
 
 
-def training(text: Text, opts: Options, here: Place) -> TextBatches:
-    """Return this rank's share of the batches, in a new order every epoch, as `batches.training`."""
-    options.check_sizes(opts, len(text), here.size)
+def training(text: Text, opts: Options, dist_env: DistEnv) -> TextBatches:
+    """Return this rank's share of the batches, in a new order every epoch, as `train_loader`."""
+    check_sizes(opts, len(text), dist_env.world_size)
     size = opts.batch_size if opts.dry_run else opts.train_size or len(text)
-    of_ranks = opts.batch_size, opts.seed, here.rank, here.size
-    return TextBatches(
-        text, batches.DistributedBatchSampler(min(size, len(text)), *of_ranks, size), here.device
-    )
+    of_ranks = opts.batch_size, opts.seed, dist_env.rank, dist_env.world_size
+    return TextBatches(text, DistributedBatchSampler(min(size, len(text)), *of_ranks, size), dist_env.device)
 
 
-def validating(text: Text, opts: Options, here: Place) -> TextBatches:
+def validating(text: Text, opts: Options, dist_env: DistEnv) -> TextBatches:
     """Return this rank's share of the windows for validation, each once, in batches as large as in training.
 
     Raises:
         UserError: if there are fewer windows than --test-size, or too few for each rank to have its share.
     """
     size = opts.test_size or len(text)
-    if not 3 * here.size <= size <= len(text):  # with fewer, ranks may have unequal numbers of steps
+    if (
+        not 3 * dist_env.world_size <= size <= len(text)
+    ):  # with fewer, ranks may have unequal numbers of steps
         raise errors.UserError(
-            f"{size} windows for validation are not within {3 * here.size} (three for each process) and "
-            f"{len(text)} (all there are): change --test-size or --context."
+            f"{size} windows for validation are not within {3 * dist_env.world_size} (three for each "
+            f"process) and {len(text)} (all there are): change --test-size or --context."
         )
-    step_size = max(2, opts.test_batch_size or opts.batch_size // here.size)
-    return TextBatches(text, batches.UnpaddedTestSampler(size, step_size, here.rank, here.size), here.device)
+    step_size = max(2, opts.test_batch_size or opts.batch_size // dist_env.world_size)
+    return TextBatches(
+        text,
+        UnpaddedEvalSampler(size, step_size, dist_env.rank, dist_env.world_size),
+        dist_env.device,
+    )

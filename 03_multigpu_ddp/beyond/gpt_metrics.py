@@ -2,15 +2,14 @@
 
 import math
 
-from trainkit.training.evaluation import Metric, Trained
-from trainkit.config.options import Options
-from trainkit.devices import device_name
-from trainkit.distributed.launchers import Place
-
-from torch import nn
-
 import gpt_data
 from gpu_peaks import peak
+from torch import nn
+
+from trainkit.config.options import Options
+from trainkit.devices import device_name
+from trainkit.distributed.launchers import DistEnv
+from trainkit.training.evaluation import Metric, Trained
 
 FLOPS_PER_TFLOPS = 1e12
 
@@ -27,10 +26,10 @@ def flops_per_token(model: nn.Module) -> int:
     return 6 * weights + 12 * len(model.blocks) * width * context
 
 
-def of_epoch(trained: Trained, opts: Options, here: Place, flops: int) -> list[Metric]:
+def of_epoch(trained: Trained, opts: Options, dist_env: DistEnv, flops: int) -> list[Metric]:
     """Return the metrics of an epoch; `flops` are those of a window. MFU is NaN where no peak is known."""
     windows_per_s = trained.steps * opts.batch_size / trained.seconds
-    peak_flops = FLOPS_PER_TFLOPS * here.size * peak(device_name(here.device), opts.precision)
+    peak_flops = FLOPS_PER_TFLOPS * dist_env.world_size * peak(device_name(dist_env.device), opts.precision)
     return [
         Metric("mfu_percent", "training", 100 * windows_per_s * flops / peak_flops),
         Metric("lowest_possible_loss", "validation", gpt_data.entropy_rate()),

@@ -5,63 +5,88 @@ Try: torchrun --standalone --nproc-per-node=2 local_sgd.py --average-every 4 --e
 
 import warnings
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.model import Net
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-from trainkit.config.command_line import at_least
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
+from trainkit.config.command_line import at_least
+from trainkit.config.options import option, parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import augmentation, eval_loader, train_loader
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
+
+@entrypoint
 def main() -> None:
-    every = options.own(4, at_least(1), "N", "steps from one averaging to the next", shapes_training=True)
-    opts = options.parse(__doc__, average_every=every)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
-    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; rank 0's weights go to all
+    every = option(
+        4,
+        type=at_least(1),
+        metavar="N",
+        help="steps from one averaging to the next",
+        shapes_training=True,
+    )
+    opts = parse_options(__doc__, average_every=every)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
+    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; rank 0's weights go to all
 
     # Every rank has all images, and takes its own share of every batch.
-    train_set, test_set = data.load(opts.dataset, opts.data_dir)
-    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
-    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
+    train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
+    train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, dist_env)
 
-    model = Net(opts.width).to(here.device)
+    model = Net(opts.width).to(dist_env.device)
     for weights in model.parameters():
         dist.broadcast(weights.detach(), src=0)
-    choose_precision(model, opts, train_set)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     # Between two averagings each rank has weights of its own, and an optimizer with a state of its own.
-    own = {"each_rank": {"model": model, "optimizer": optimizer}}
-    run = Run("local-sgd", opts, here, train_set, model, optimizer, schedule, devices=here.size, **own)
+    own = {"per_rank_state": {"model": model, "optimizer": optimizer}}
+    run = Run(
+        "local-sgd",
+        opts,
+        dist_env,
+        train_set,
+        model,
+        optimizer,
+        lr_scheduler,
+        devices=dist_env.world_size,
+        **own,
+    )
     warnings.filterwarnings("ignore", "When period is 1")  # here it is measured what that costs
     averager = PeriodicModelAverager(opts.average_every)
-    averager.step = schedule.last_epoch + 1  # where an earlier run stopped; it averages at the multiples
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    averager.step = lr_scheduler.last_epoch + 1  # where an earlier run stopped; it averages at the multiples
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            loss = F.nll_loss(model(images), labels)
+            with autocast:
+                loss = F.nll_loss(model(images), labels)
             loss.backward()
             optimizer.step()
-            schedule.step()
+            lr_scheduler.step()
             averager.average_parameters(model.parameters())
-            run.add(loss)
+            run.log(loss=loss)
         average_parameters(model.parameters(), dist.group.WORLD)  # one network to test and to save
-        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

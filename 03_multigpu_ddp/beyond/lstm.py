@@ -3,19 +3,20 @@
 Try: torchrun --standalone --nproc-per-node=2 lstm.py --loader workers --epochs 4
 """
 
-from trainkit.training.run import Run
-from trainkit.data import loaders as batches
-from trainkit.training.precision import choose_precision
-from trainkit import errors
-from trainkit.training.evaluation import evaluate
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.config.command_line import above_0
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from trainkit.config.command_line import above_0
+from trainkit.config.options import option, parse_options
+from trainkit.data.loaders import eval_loader, generator, train_loader
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
 
 class Sums(torch.utils.data.Dataset):
@@ -30,7 +31,7 @@ class Sums(torch.utils.data.Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        random = batches.generator(self.seed, index)  # the same sequence in every epoch, on any rank
+        random = generator(self.seed, index)  # the same sequence in every epoch, on any rank
         numbers = torch.rand(5 + index % 11, generator=random)
         marks = (torch.randperm(len(numbers), generator=random) < 2).float()
         return torch.stack([numbers, marks], dim=1), (numbers * marks).sum()
@@ -47,35 +48,57 @@ class Adder(nn.LSTM):
         return last[0].sum(dim=1)
 
 
+@entrypoint
 def main() -> None:
-    rate = options.own(0.01, above_0(1e6), "X", "the first learning rate, of Adam", shapes_training=True)
-    opts = options.parse(__doc__, lr=rate)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
+    rate = option(
+        0.01,
+        type=above_0(1e6),
+        metavar="X",
+        help="the first learning rate, of Adam",
+        shapes_training=True,
+    )
+    opts = parse_options(__doc__, lr=rate)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
     train_set, test_set = Sums(10_000, seed=1), Sums(2_000, seed=2)
-    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size, collate_fn=pack)
-    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size, collate_fn=pack)
-    model = nn.parallel.DistributedDataParallel(Adder(2, opts.width).to(here.device))
-    choose_precision(model, opts, train_set)
+    train_batches = train_loader(train_set, opts, dist_env, collate_fn=pack)
+    test_batches = eval_loader(test_set, opts, dist_env, collate_fn=pack)
+    model = nn.parallel.DistributedDataParallel(Adder(2, opts.width).to(dist_env.device))
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer = torch.optim.Adam(model.parameters(), lr=opts.scaled_lr)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
-    run = Run("ddp-lstm", opts, here, train_set, model, optimizer, plateau, here.size, unit="sequences")
+    run = Run(
+        "ddp-lstm",
+        opts,
+        dist_env,
+        train_set,
+        model,
+        optimizer,
+        plateau,
+        unit="sequences",
+    )
+    run.resume()
     for epoch in run.epochs():
         model.train()
         for sequences, sums in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            loss = F.mse_loss(model(sequences), sums)
+            with autocast:
+                loss = F.mse_loss(model(sequences), sums)
             loss.backward()  # behind it the gradients are those of all ranks, and so is their norm
             norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()
-            run.add(loss, gradient_norm=norm)
-        tested = evaluate(model, test_batches, F.mse_loss)
+            run.log(loss=loss, gradient_norm=norm)
+        tested = evaluate(model, test_batches, F.mse_loss, autocast)
         plateau.step(tested.loss)  # of all ranks; before end_of_epoch, whose checkpoint keeps it
         run.end_of_epoch(epoch, tested)
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

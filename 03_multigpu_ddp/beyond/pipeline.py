@@ -3,22 +3,27 @@
 Try: torchrun --standalone --nproc-per-node=2 pipeline.py --micro-batches 8 --epochs 2
 """
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-from trainkit.training.sharded import Sharded, check_pytorch
-from trainkit.config.command_line import at_least
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from trainkit.config.command_line import at_least, check_divides
+from trainkit.config.options import option, parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import augmentation, eval_loader, train_loader
+from trainkit.distributed.launchers import DistEnv
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import UserError, entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.training.sharded import Sharded, check_pytorch
+from trainkit.tuning import tune_process
 
 BLOCKS, PIXELS, CLASSES = 8, 28 * 28, 10
 
@@ -59,9 +64,9 @@ class Deep(nn.Module):
 class InTurn(nn.Module):
     """All stages, one after the other; each rank gets what the last one returns. For evaluation."""
 
-    def __init__(self, stage: nn.Module, here: process_group.Place) -> None:
+    def __init__(self, stage: nn.Module, dist_env: DistEnv) -> None:
         super().__init__()
-        self.stage, self.rank, self.last = stage, here.rank, here.size - 1
+        self.stage, self.rank, self.last = stage, dist_env.rank, dist_env.world_size - 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.rank > 0:
@@ -75,47 +80,58 @@ class InTurn(nn.Module):
         return x
 
 
+@entrypoint
 def main() -> None:
     check_pytorch()
-    parts = options.own(4, at_least(1), "M", "micro-batches of a batch, in the pipeline behind each other")
-    opts = options.parse(__doc__, micro_batches=parts)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(1)  # every image goes through all ranks
-    options.check_divides(opts.batch_size, opts.micro_batches, "micro-batches")
-    if BLOCKS % here.size:
-        raise errors.UserError(
-            f"{BLOCKS} blocks do not divide among {here.size} processes: start 1, 2, 4 or 8"
+    float32 = option("fp32", choices=("fp32", "tf32"), help="what the layers compute in", column="precision")
+    parts = option(
+        4,
+        type=at_least(1),
+        metavar="M",
+        help="micro-batches of a batch, in the pipeline behind each other",
+    )
+    opts = parse_options(__doc__, micro_batches=parts, precision=float32)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(1)  # every image goes through all ranks
+    check_divides(opts.batch_size, opts.micro_batches, "micro-batches")
+    if BLOCKS % dist_env.world_size:
+        raise UserError(
+            f"{BLOCKS} blocks do not divide among {dist_env.world_size} processes: start 1, 2, 4 or 8"
         )
-    if opts.batch_size < here.size:
-        raise errors.UserError(
-            f"--batch-size {opts.batch_size} is less than the {here.size} processes: raise it."
+    if opts.batch_size < dist_env.world_size:
+        raise UserError(
+            f"--batch-size {opts.batch_size} is less than the {dist_env.world_size} processes: raise it."
         )
+    set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
 
     # Every rank takes every batch whole: the first needs the images, the last the labels.
-    train_set, test_set = data.load(opts.dataset, opts.data_dir)
-    train_batches = batches.training(train_set, opts, here.device)
-    test_batches = batches.testing(test_set, opts, here.device)
+    train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
+    all_of_it = replace(dist_env, rank=0, world_size=1)
+    train_batches = train_loader(train_set, opts, all_of_it, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, all_of_it)
 
-    model = Deep(opts.width, here.rank, here.size).to(here.device)
-    choose_precision(model, opts, train_set)
-    stage = PipelineStage(model, here.rank, here.size, here.device)
+    model = Deep(opts.width, dist_env.rank, dist_env.world_size).to(dist_env.device)
+    stage = PipelineStage(model, dist_env.rank, dist_env.world_size, dist_env.device)
     pipe = ScheduleGPipe(stage, opts.micro_batches, loss_fn=F.nll_loss)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     run = Run(
         "pipeline",
         opts,
-        here,
+        dist_env,
         train_set,
         model,
         optimizer,
-        schedule,
-        devices=here.size,
-        accumulate=opts.micro_batches,
+        lr_scheduler,
+        gradient_accumulation_steps=opts.micro_batches,
         sharded=Sharded(model, optimizer),
     )
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
@@ -123,14 +139,17 @@ def main() -> None:
             # Forward for all parts, then backward for all, each as soon as the neighbour has handed it on.
             pipe.step(*inputs, target=labels, losses=losses)
             optimizer.step()
-            schedule.step()
+            lr_scheduler.step()
             # The last rank has the loss; over all ranks, the mean is to be the loss.
-            run.add(here.size * torch.stack(losses).mean() if stage.is_last else images.new_zeros(()))
-        tested = evaluate(InTurn(model, here), test_batches, F.nll_loss)  # each rank counts every image
-        run.end_of_epoch(epoch, tested._replace(samples=tested.samples // here.size))
+            loss = images.new_zeros(())
+            if stage.is_last:
+                loss = dist_env.world_size * torch.stack(losses).mean()
+            run.log(loss=loss)
+        tested = evaluate(InTurn(model, dist_env), test_batches, F.nll_loss)  # each rank counts every image
+        run.end_of_epoch(epoch, tested._replace(samples=tested.samples // dist_env.world_size))
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

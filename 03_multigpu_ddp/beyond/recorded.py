@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import datasets, transforms
+
 from trainkit.training.recorder import Recorder
 
 DATA = Path(__file__).resolve().parents[2] / "data"  # where `make data` puts MNIST

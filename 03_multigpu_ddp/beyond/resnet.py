@@ -6,16 +6,6 @@ DIR/train and DIR/val have a folder for each class. Scale images of 16 bits to 8
 
 from pathlib import Path
 
-from trainkit.training.run import Run
-from trainkit.errors import UserError
-from trainkit.data import loaders as batches
-from trainkit.training.precision import choose_precision
-from trainkit import errors
-from trainkit.training.evaluation import evaluate
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.config.command_line import above_0, at_least
-
 import torch
 import torch.nn.functional as F
 from sync_on_cpu import SyncOnCPU
@@ -24,10 +14,37 @@ from torchvision import transforms as t
 from torchvision.datasets import ImageFolder
 from torchvision.models import resnet18
 
+from trainkit.config.command_line import above_0, at_least
+from trainkit.config.options import option, parse_options
+from trainkit.data.loaders import eval_loader, train_loader
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import UserError, entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
+
 OWN = {
-    "images": options.own(Path("images"), Path, "DIR", "has train/ and val/, and they a folder per class"),
-    "size": options.own(224, at_least(32), "N", "pixels of a side of an image", shapes_training=True),
-    "lr": options.own(0.1, above_0(1e6), "X", "the first learning rate, of SGD", shapes_training=True),
+    "images": option(
+        Path("images"),
+        type=Path,
+        metavar="DIR",
+        help="has train/ and val/, and they a folder per class",
+    ),
+    "size": option(
+        224,
+        type=at_least(32),
+        metavar="N",
+        help="pixels of a side of an image",
+        shapes_training=True,
+    ),
+    "lr": option(
+        0.1,
+        type=above_0(1e6),
+        metavar="X",
+        help="the first learning rate, of SGD",
+        shapes_training=True,
+    ),
 }
 
 
@@ -44,39 +61,46 @@ def read(folder: Path, size: int) -> tuple[ImageFolder, ImageFolder]:
     return train_set, val_set
 
 
+@entrypoint
 def main() -> None:
-    opts = options.parse(__doc__, **OWN)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
+    opts = parse_options(__doc__, **OWN)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
 
     train_set, val_set = read(opts.images, opts.size)
-    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
-    val_batches = batches.testing(val_set, opts, here.device, here.rank, here.size)
+    train_batches = train_loader(train_set, opts, dist_env)
+    val_batches = eval_loader(val_set, opts, dist_env)
 
-    norm = nn.SyncBatchNorm if here.device.type == "cuda" else SyncOnCPU
+    norm = nn.SyncBatchNorm if dist_env.device.type == "cuda" else SyncOnCPU
     model = resnet18(num_classes=len(train_set.classes), norm_layer=norm)
-    model = nn.parallel.DistributedDataParallel(model.to(here.device, memory_format=torch.channels_last))
-    choose_precision(model, opts, train_set)
+    model = nn.parallel.DistributedDataParallel(model.to(dist_env.device, memory_format=torch.channels_last))
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer = torch.optim.SGD(model.parameters(), lr=opts.scaled_lr, momentum=0.9, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=opts.epochs)
+    lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=opts.epochs)
 
-    run = Run("ddp-resnet18", opts, here, train_set, model, optimizer, schedule, devices=here.size)
+    run = Run("ddp-resnet18", opts, dist_env, train_set, model, optimizer, lr_scheduler)
+    run.resume()
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             mirrored = run.noise(1, 1, 1) > 0  # every second image, the same ones on any number of ranks
             images = torch.where(mirrored, images.flip(3), images)
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
+            with autocast:
+                loss = F.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
-            run.add(loss)
-        schedule.step()  # per epoch; before end_of_epoch, whose checkpoint keeps it
-        run.end_of_epoch(epoch, evaluate(model, val_batches, F.cross_entropy))
+            run.log(loss=loss)
+        lr_scheduler.step()  # per epoch; before end_of_epoch, whose checkpoint keeps it
+        run.end_of_epoch(epoch, evaluate(model, val_batches, F.cross_entropy, autocast))
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -5,22 +5,24 @@ Try: torchrun --standalone --nproc-per-node=2 tabular.py --epochs 3
 
 from contextlib import nullcontext
 
-from trainkit.data import loaders as batches
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-from trainkit.config.command_line import at_least
-
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from tabular_data import CATEGORIES, CLASSES, NUMBERS, balanced_weights, load
 from tabular_metrics import Counts, in_one_line
+from torch import nn
+
+from trainkit import errors
+from trainkit.config.command_line import at_least, check_divides
+from trainkit.config.options import option, parse_options
+from trainkit.data.loaders import eval_loader, train_loader
+from trainkit.distributed import process_group
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
 
 class TableNet(nn.Module):
@@ -46,36 +48,58 @@ class TableNet(nn.Module):
         return self.layers(torch.cat([rows[:, :NUMBERS], *vectors], dim=1))
 
 
+@entrypoint
 def main() -> None:
-    weights = options.own(
-        "exact", ("exact", "naive", "none"), None,
-        "how rare classes weigh more: in the whole batch alike; within each share by itself; not at all",
-        shapes_training=True,
-    )  # fmt: skip
-    accumulate = options.own(1, at_least(1), "K", "micro-batches of a batch, one after the other")
-    opts = options.parse(__doc__, weights=weights, accumulate=accumulate)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
-    what = f"micro-batches ({here.size} processes x --accumulate {opts.accumulate})"
-    options.check_divides(opts.batch_size, here.size * opts.accumulate, what)
+    float32 = option("fp32", choices=("fp32", "tf32"), help="what the layers compute in", column="precision")
+    weights = option(
+"exact",
+choices=("exact", "naive", "none"),
+help="how rare classes weigh more: in the whole batch alike; within each share by itself; not at all",
+shapes_training=True,
+)  # fmt: skip
+    accumulate = option(
+        1,
+        type=at_least(1),
+        metavar="K",
+        help="micro-batches of a batch, one after the other",
+    )
+    opts = parse_options(__doc__, weights=weights, accumulate=accumulate, precision=float32)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
+    what = f"micro-batches ({dist_env.world_size} processes x --accumulate {opts.accumulate})"
+    check_divides(opts.batch_size, dist_env.world_size * opts.accumulate, what)
     torch.manual_seed(opts.seed)
 
     # Every rank has all rows, and takes its own share of every batch.
     train_set, test_set = load()
-    train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
-    test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
-    class_weights = balanced_weights(train_set.targets).to(here.device)
+    train_batches = train_loader(train_set, opts, dist_env)
+    test_batches = eval_loader(test_set, opts, dist_env)
+    class_weights = balanced_weights(train_set.targets).to(dist_env.device)
     if opts.weights == "none":
         class_weights = torch.ones_like(class_weights)
 
-    model = TableNet(opts.width).to(here.device)
+    model = TableNet(opts.width).to(dist_env.device)
     model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    choose_precision(model, opts, train_set)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    name, ranks, parts = f"tabular-{opts.weights}", here.size, opts.accumulate
-    run = Run(name, opts, here, train_set, model, optimizer, schedule, ranks, accumulate=parts)
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    name = f"tabular-{opts.weights}"
+    parts = opts.accumulate
+    run = Run(
+        name,
+        opts,
+        dist_env,
+        train_set,
+        model,
+        optimizer,
+        lr_scheduler,
+        gradient_accumulation_steps=parts,
+    )
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for rows, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
@@ -90,23 +114,22 @@ def main() -> None:
                         share = F.cross_entropy(output, targets, class_weights) / parts
                     else:
                         # DDP will divide by the number of ranks, which this takes back.
-                        share = (
-                            F.cross_entropy(output, targets, class_weights, reduction="sum") * ranks / whole
-                        )
+                        total = F.cross_entropy(output, targets, class_weights, reduction="sum")
+                        share = total * dist_env.world_size / whole
                     share.backward()
                 loss += share.detach()
             optimizer.step()
-            schedule.step()
-            run.add(loss)
-        counts = Counts(len(CLASSES), here.device)
+            lr_scheduler.step()
+            run.log(loss=loss)
+        counts = Counts(len(CLASSES), dist_env.device)
         tested = evaluate(model, test_batches, counts.loss)
         metrics = counts.metrics(CLASSES)
         run.end_of_epoch(epoch, tested, metrics)
-        if here.rank == 0:
+        if dist_env.rank == 0:
             errors.tell(in_one_line(metrics))
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -4,20 +4,21 @@ The law that the states follow is a lottery: two machines with the same row may 
 even the best classifier is often wrong, and what it can know is how likely each state is.
 """
 
-from trainkit.data.datasets import Split
-
 import torch
+
+from trainkit.data.datasets import InMemoryDataset
 
 CLASSES = ("fine", "worn", "failing")  # about 67, 30 and 3 % of the rows
 NUMBERS = 8  # columns with numbers: readings of sensors
 CATEGORIES = (12, 8, 5, 3)  # columns with categories, by how many there are: site, model, maker, shift
 
 
-def load() -> tuple[Split, Split]:
+def load() -> tuple[InMemoryDataset, InMemoryDataset]:
     """Return a table of 20,000 rows to train on and one of 5,000 for the test, the same in every call.
 
     Inputs are float32 (n, 12): the numbers, then the category of each column, counted from 0. One tensor,
-    since it is what a `Split` holds; float32 has every whole number up to 16 million. Targets are int64 (n,).
+    as an `InMemoryDataset` holds one; float32 has every whole number up to 16 million. Targets are int64
+    (n,).
     """
     numbers, categories, labels = _rows(20_000, seed=1)
     test_numbers, test_categories, test_labels = _rows(5_000, seed=2)
@@ -53,5 +54,5 @@ def _rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return numbers, torch.stack(categories, dim=1), labels
 
 
-def _split(numbers: torch.Tensor, categories: torch.Tensor, labels: torch.Tensor) -> Split:
-    return Split("machines", torch.cat([numbers, categories.float()], dim=1), labels)
+def _split(numbers: torch.Tensor, categories: torch.Tensor, labels: torch.Tensor) -> InMemoryDataset:
+    return InMemoryDataset("machines", torch.cat([numbers, categories.float()], dim=1), labels)

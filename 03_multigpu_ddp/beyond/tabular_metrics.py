@@ -1,10 +1,10 @@
 """Metrics of a classifier over all ranks: made of counts, which can be summed up, as means cannot."""
 
-from trainkit.distributed import process_group
-from trainkit.training.evaluation import Metric
-
 import torch
 import torch.nn.functional as F
+
+from trainkit.distributed import process_group
+from trainkit.training.evaluation import Metric
 
 BINS = 10  # of confidence, for the calibration
 

@@ -5,20 +5,22 @@ Try: torchrun --standalone --nproc-per-node=2 vae_counts.py --epochs 100 --gamma
 
 from typing import NamedTuple
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributions import NegativeBinomial
+
+from trainkit.config.options import option, parse_options
+from trainkit.data.datasets import InMemoryDataset
+from trainkit.data.loaders import eval_loader, train_loader
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
 GENES, PLATES, TYPES, LATENT = 200, 3, 8, 10
 CELLS, MOST_CELLS, HELD_OUT = 5_000, 100_000, 2_000
@@ -107,47 +109,58 @@ def negative_elbo(
     return losses.sum() if reduction == "sum" else losses.mean()
 
 
+@entrypoint
 def main() -> None:
-    graph = options.own("find", ("find", "plain"), None, "plain: without find_unused_parameters, which fails")
-    opts = options.parse(__doc__, graph=graph)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
+    float32 = option("fp32", choices=("fp32", "tf32"), help="what the layers compute in", column="precision")
+    graph = option(
+        "find",
+        choices=("find", "plain"),
+        help="plain: without find_unused_parameters, which fails",
+    )
+    opts = parse_options(__doc__, graph=graph, precision=float32)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
 
     # The counts are what goes in and what is to come out.
     cells, held_out = (
-        data.Split("gene counts", inputs, inputs[:, :GENES])
+        InMemoryDataset("gene counts", inputs, inputs[:, :GENES])
         for inputs, _ in (draw_cells(min(opts.train_size or CELLS, MOST_CELLS), 1), draw_cells(HELD_OUT, 2))
     )
-    train_batches = batches.training(cells, opts, here.device, here.rank, here.size)
-    test_batches = batches.testing(held_out, opts, here.device, here.rank, here.size)
+    train_batches = train_loader(cells, opts, dist_env)
+    test_batches = eval_loader(held_out, opts, dist_env)
 
-    model = CountsVAE(hidden=4 * opts.width).to(here.device)
+    model = CountsVAE(hidden=4 * opts.width).to(dist_env.device)
     # Every second step leaves the critic out, and DDP would wait for its gradients.
     find = opts.graph == "find"
     how = {"gradient_as_bucket_view": True, "find_unused_parameters": find}
     model = nn.parallel.DistributedDataParallel(model, **how)
-    choose_precision(model, opts, cells)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    run = Run("ddp-vae", opts, here, cells, model, optimizer, schedule, devices=here.size)
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    run = Run("ddp-vae", opts, dist_env, cells, model, optimizer, lr_scheduler)
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for inputs, counts in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            step = schedule.last_epoch  # those done so far, also by an earlier process: alike on all ranks
+            # Those done so far, also by an earlier process: alike on all ranks.
+            step = lr_scheduler.last_epoch
             output = model(inputs, run.noise(LATENT), ask_critic=step % 2 == 1)
             loss = negative_elbo(output, counts, kl_weight=min(1, step * opts.batch_size / KL_WARMUP))
             if output.guess is not None:
                 loss = loss + F.cross_entropy(output.guess, inputs.split(COLUMNS, dim=1)[1])
             loss.backward()
             optimizer.step()
-            schedule.step()
-            run.add(loss)
+            lr_scheduler.step()
+            run.log(loss=loss)
         run.end_of_epoch(epoch, evaluate(model, test_batches, negative_elbo))
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -22,6 +22,7 @@ BEYOND = "03_multigpu_ddp/beyond"
 # What each training has more than these.
 TRAININGS = {
     "01_singlegpu/mnist_singlegpu.py": "",
+    "01_singlegpu/which_precision.py": "",
     "02_multigpu_dp/by_hand.py": "--replicas",
     "02_multigpu_dp/mnist_multigpu.py": "",
     "03_multigpu_ddp/breakdown.py": "--by-hand --repeats --trace",

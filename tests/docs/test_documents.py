@@ -151,13 +151,14 @@ def test_the_training_step_stands_in_the_stage(stage: str) -> None:
     """Forward, loss, backward and step, in this order, visible in the script."""
     lines = [line.partition("#")[0].strip() for line in STAGES[stage].read_text().splitlines()]
     first = lines.index("optimizer.zero_grad()")
-    assert lines[first : first + 6] == [
+    assert lines[first : first + 7] == [
         "optimizer.zero_grad()",
+        "with autocast:",
         "loss = F.nll_loss(model(images), labels)",
         "loss.backward()",
         "optimizer.step()",
-        "schedule.step()",
-        "run.add(loss)",
+        "lr_scheduler.step()",
+        "run.log(loss=loss)",
     ]
 
 

@@ -30,7 +30,7 @@ def slow_rank(
     assert "STEPS = 10  #" in text and "TRACED_STEPS = 3" in text
     assert text.count(OWN_WORK) == 1
     text = text.replace("STEPS = 10  #", "STEPS = 4  #").replace("TRACED_STEPS = 3", "TRACED_STEPS = 1")
-    slow = text.replace(OWN_WORK, f"here.rank and __import__('time').sleep(0.1); {OWN_WORK}")
+    slow = text.replace(OWN_WORK, f"dist_env.rank and __import__('time').sleep(0.1); {OWN_WORK}")
     (folder / "slow.py").write_text(slow)
     (folder / "beyond").symlink_to(SCRIPT.with_name("beyond"))  # it imports by_hand_overlap.py
     results = folder / "results"

@@ -11,9 +11,11 @@ import torch
 from conftest import AROUND, BEYOND, STAGES, Script, rows_of, succeeded
 from torch import nn
 
-from trainkit.config import options
-from trainkit.data import datasets as data
+from trainkit.config.options import parse_options
 from trainkit.data import loaders as batches
+from trainkit.data.datasets import InMemoryDataset
+from trainkit.data.loaders import eval_loader, train_loader
+from trainkit.distributed.launchers import DistEnv
 from trainkit.errors import UserError
 from trainkit.training import capture
 
@@ -25,11 +27,11 @@ def test_an_epoch_of_more_images_than_there_are(loader: str) -> None:
     """Pass by pass, each in another order, alike on every rank, and from any step on."""
     count, size, batch = 24, 60, 6  # two passes and a half
     arguments = ["--train-size", str(size), "--batch-size", str(batch), "--loader", loader]
-    opts = options.parse("", arguments)
-    split = data.Split("numbers", torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
+    opts = parse_options("", arguments)
+    split = InMemoryDataset("numbers", torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
 
     def seen(epoch: int, rank: int = 0, world_size: int = 1, first_step: int = 0) -> torch.Tensor:
-        loaded = batches.training(split, opts, CPU, rank, world_size)
+        loaded = train_loader(split, opts, DistEnv(rank=rank, world_size=world_size, device=CPU))
         loaded.set_epoch(epoch, first_step)
         return torch.stack([labels for _, labels in loaded])
 
@@ -52,9 +54,9 @@ def test_evaluation_batches_fit_the_device(
     device: str, given: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "_make_batches", lambda split, order, options, device: order)
-    opts = options.parse("", ["--test-batch-size", given] if given else [])
-    split = data.Split("numbers", torch.zeros(5000, 1), torch.zeros(5000))
-    order = batches.testing(split, opts, torch.device(device))
+    opts = parse_options("", ["--test-batch-size", given] if given else [])
+    split = InMemoryDataset("numbers", torch.zeros(5000, 1), torch.zeros(5000))
+    order = eval_loader(split, opts, DistEnv(device=torch.device(device)))
     assert max(map(len, order)) == size
 
 

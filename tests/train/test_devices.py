@@ -18,7 +18,7 @@ from forking import Forking
 from trainkit import devices as device
 from trainkit import tuning
 from trainkit.distributed import process_group
-from trainkit.distributed.launchers import Place
+from trainkit.distributed.launchers import DistEnv
 from trainkit.errors import UserError
 
 ONE_STEP = ("--dry-run", "--batch-size", 64, "--precision", "fp32")
@@ -75,10 +75,10 @@ def test_a_job_that_asked_for_gpus_and_finds_none(
             UserError,
             match=r"^PyTorch cannot use the 2 GPU\(s\) of .*apptainer exec --nv.* or add --no-cuda\.$",
         ):
-            process_group.alone(use_cuda=True)
+            process_group.init_single_process(use_gpu=True)
     else:
-        assert process_group.alone(use_cuda=True).device.type == "cpu"
-    assert process_group.alone(use_cuda=False).device.type == "cpu"
+        assert process_group.init_single_process(use_gpu=True).device.type == "cpu"
+    assert process_group.init_single_process(use_gpu=False).device.type == "cpu"
 
 
 def test_the_reason_that_pytorch_gives_is_told(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_gpus_that_are_hidden_are_not_missed(
     gpus(2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert process_group.alone(use_cuda=True).device.type == "cpu"
+    assert process_group.init_single_process(use_gpu=True).device.type == "cpu"
 
 
 def test_a_gpu_that_does_not_compute(gpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_gpu_that_does_not_compute(gpus: Callable, monkeypatch: pytest.MonkeyP
         r"does not compute \(CUDA error: CUDA-capable device\(s\) is/are busy or unavailable\): nvidia-smi.*$"
     )
     with pytest.raises(UserError, match=rf"^GPU 0 of \S+ {why}"):
-        process_group.alone(use_cuda=True)
+        process_group.init_single_process(use_gpu=True)
 
 
 # --- which GPU is whose -----------------------------------------------------------------------------
@@ -141,12 +141,12 @@ def test_the_gpu_of_a_rank(
 ) -> None:
     monkeypatch.setattr(device, "try_gpu", lambda device: None)
     gpus(visible)
-    here = Place(local_rank, local_rank, size=tasks, local_size=tasks, launcher="srun")
-    assert device.choose_device(here, use_cuda=True) == torch.device("cuda", gpu)
+    dist_env = DistEnv(local_rank, local_rank, world_size=tasks, local_world_size=tasks, launcher="srun")
+    assert device.choose_device(dist_env, use_gpu=True) == torch.device("cuda", gpu)
 
 
 RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
-# join() sets them.
+# init_distributed sets them.
 RANK_1_OF_2 |= dict.fromkeys(("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"), "1")
 
 
@@ -166,7 +166,7 @@ def test_two_ranks_on_one_card_are_refused_before_nccl_is(
     with pytest.raises(
         UserError, match=r"rank 1 has the GPU of rank 0.*2 visible GPU.*without --gpu-bind=closest"
     ):
-        process_group.join(use_cuda=True, timeout=1)
+        process_group.init_distributed(use_gpu=True, timeout_seconds=1)
 
 
 def test_each_gpu_of_a_process_is_tried_and_draws_its_own_numbers(
@@ -226,6 +226,6 @@ def test_every_rank_takes_its_own_slice_of_a_card(gpus: Callable, monkeypatch: p
     monkeypatch.setattr(device, "try_gpu", lambda device: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     gpus(1)
-    here = Place(rank=1, local_rank=1, size=2, local_size=2, launcher="srun")
-    assert device.choose_device(here, use_cuda=True) == torch.device("cuda", 0)
+    dist_env = DistEnv(rank=1, local_rank=1, world_size=2, local_world_size=2, launcher="srun")
+    assert device.choose_device(dist_env, use_gpu=True) == torch.device("cuda", 0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"

@@ -19,7 +19,7 @@ model.weight.requires_grad_("thaw" not in sys.argv)
 torch.manual_seed(dist.get_rank())
 network = torch.nn.parallel.DistributedDataParallel(model) if "wrapped" in sys.argv else model
 optimizer = torch.optim.SGD(model.parameters(), lr=1e20 if "diverge" in sys.argv else 0.1)
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
+lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
 how = {"batch_size": 8, "epochs": 3, "dataset": "noise", "weights_differ": "differ" in sys.argv}
 seen = Recorder("ranks", network, optimizer, **how)
 if "thaw" in sys.argv:
@@ -31,7 +31,7 @@ for epoch in range(3):
         network(torch.randn(8 // dist.get_world_size(), 4)).square().mean().backward()
         optimizer.step()
         for _ in range(dist.get_world_size()):
-            schedule.step()
+            lr_scheduler.step()
     seen.epoch(64 // dist.get_world_size(), 1.0, 0.5)
 """
 

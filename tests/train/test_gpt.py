@@ -27,6 +27,7 @@ from conftest import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainkit.config.options import parse_options
 from trainkit.errors import UserError
 from trainkit.record import records
 from trainkit.training import sharded
@@ -214,11 +215,9 @@ def test_operations_are_counted_as_pytorch_counts_them(beyond: None) -> None:
 def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:
     import gpt
 
-    from trainkit.config import options
-
-    opts = options.parse("", ["--batch-size", "64", "--lr", "1"], **gpt.OPTIONS)
+    opts = parse_options("", ["--batch-size", "64", "--lr", "1"], **gpt.OPTIONS)
     model = gpt.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)
-    optimizer, schedule = gpt.optimizer_and_schedule(opts, model, steps=100)
+    optimizer, lr_scheduler = gpt.build_optimizer(opts, model, steps=100)
     decays = {
         weights.dim(): group["weight_decay"]
         for group in optimizer.param_groups
@@ -227,9 +226,9 @@ def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:
     assert decays == {2: 0.1, 1: 0.0}
     rates = []
     for _ in range(101):
-        rates += schedule.get_last_lr()[:1]
+        rates += lr_scheduler.get_last_lr()[:1]
         optimizer.step()
-        schedule.step()
+        lr_scheduler.step()
     assert rates[0] == pytest.approx(1 / 16) and max(rates) == rates[16] == 1
     assert rates[16:] == sorted(rates[16:], reverse=True) and rates[-1] == pytest.approx(0.1)
 

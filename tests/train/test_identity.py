@@ -56,13 +56,13 @@ WAYS = {
 def train(name, kind, how, groups=plain, layer=nn.ReLU(), decay=1.0):
     model = nn.Sequential(nn.Linear(2, 3), layer, nn.Linear(3, 1))
     optimizer = kind(groups(model), lr=options.lr, **how)
-    schedule = StepLR(optimizer, 1, decay)
-    told = {"schedule": schedule} if name == "told" else {}
+    lr_scheduler = StepLR(optimizer, 1, decay)
+    told = {"lr_scheduler": lr_scheduler} if name == "told" else {}
     seen = Recorder("toy", model, optimizer, batch_size=4, epochs=3, dataset="noise", **told)
     for epoch in range(3):
         optimizer.step()
         seen.epoch(8, 1.0, options.noise)
-        schedule.step()
+        lr_scheduler.step()
 
 for name in options.how:
     train(name, *WAYS[name])
@@ -190,11 +190,12 @@ def test_a_network_is_the_same_in_another_process_and_in_a_wrapper() -> None:
 
 
 # A copy of a stage with an optimizer, a schedule or a network of its own.
-MADE = "optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))"
-SGD = "optimizer, schedule = torch.optim.SGD(model.parameters(), lr=opts.scaled_lr, momentum=0.9), None"
-STEP = "schedule.step()"
-SCHEDULE = """optimizer, _ = optimizer_and_schedule(opts, model, len(train_batches))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"""
+MADE = "optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))"
+SGD = "optimizer, lr_scheduler = torch.optim.SGD(model.parameters(), lr=opts.scaled_lr, momentum=0.9), None"
+STEP = "lr_scheduler.step()"
+SCHEDULE = """optimizer, _ = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
+    lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)"""
+BF16 = ("--precision", "bf16")
 ALL_OPTIONS = '__import__("dataclasses").asdict(opts)["lr"]'
 
 
@@ -236,10 +237,11 @@ def test_a_copy_with_its_own_optimizer_is_recorded_as_what_it_is(script: Script,
         (((MADE, SCHEDULE),), ("--gamma", 0.1), True),
         ((("Net(opts.width)", "Net(8)"),), ("--width", 4), True),
         ((("Net(opts.width)", "Net(opts.width)"),), ("--width", 4), False),
+        ((('enabled=opts.precision == "bf16"', "enabled=False"), ("opts.precision", '"fp32"')), BF16, True),
     ],
     ids=[
         *("recipe", "gamma", "own lr", "its lr", "lr by vars", "lr by asdict"),
-        *("recipe of its optimizer", "gamma of its schedule", "its width", "own width"),
+        *("recipe of its optimizer", "gamma of its schedule", "its width", "own width", "its precision"),
     ],
 )
 def test_an_option_that_the_copy_does_not_use_is_refused(

@@ -21,10 +21,10 @@ from conftest import (
 
 from trainkit.compare import comparison
 from trainkit.config.options import parse
-from trainkit.data import datasets as data
-from trainkit.data import loaders as batches
+from trainkit.data.datasets import InMemoryDataset
+from trainkit.data.loaders import hold_out
 from trainkit.errors import UserError
-from trainkit.training.optim import optimizer_and_schedule
+from trainkit.training.optim import build_optimizer
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--width", 4, "--precision", "fp32")
 STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the first
@@ -32,12 +32,12 @@ STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the fir
 
 def learning_rates(*arguments: object, steps_per_epoch: int, steps: int) -> list[float]:
     opts = parse("", list(map(str, arguments)))
-    optimizer, schedule = optimizer_and_schedule(opts, torch.nn.Linear(2, 2), steps_per_epoch)
+    optimizer, lr_scheduler = build_optimizer(opts, torch.nn.Linear(2, 2), steps_per_epoch)
     used = []
     for _ in range(steps):
-        used += schedule.get_last_lr()
+        used += lr_scheduler.get_last_lr()
         optimizer.step()
-        schedule.step()
+        lr_scheduler.step()
     return used
 
 
@@ -178,14 +178,14 @@ def test_the_best_epoch_by_validation_is_the_result_on_any_ranks_and_after_a_sto
 
 def test_images_to_validate_on_are_not_trained_on() -> None:
     numbers = torch.arange(100)
-    split = data.Split("numbers", numbers, numbers)
-    left, taken = batches.without(split, 30)
+    split = InMemoryDataset("numbers", numbers, numbers)
+    left, taken = hold_out(split, 30)
     assert sorted([*left.inputs.tolist(), *taken.inputs.tolist()]) == list(range(100))
     assert len(taken) == 30 and taken.inputs.max() > 60  # from all over
-    again, _ = batches.without(split, 30)
+    again, _ = hold_out(split, 30)
     assert torch.equal(again.inputs, left.inputs)
     with pytest.raises(UserError, match="leave none of the 100 to train on"):
-        batches.without(split, 100)
+        hold_out(split, 100)
 
 
 # --- the width, and the batch of a device -----------------------------------------------------------
@@ -195,7 +195,9 @@ def test_a_script_that_does_not_know_its_devices_refuses_the_batch_of_each(
     script: Script, tmp_path: Path
 ) -> None:
     own = tmp_path / "own.py"
-    own.write_text(STAGES["ddp"].read_text().replace("    opts = opts.for_devices(here.size)\n", ""))
+    own.write_text(
+        STAGES["ddp"].read_text().replace("    opts = opts.resolve_batch_size(dist_env.world_size)\n", "")
+    )
     done = script(own, *SMALL, "--batch-size-per-gpu", 64, "--results-dir", tmp_path)
     told = "this script takes no --batch-size-per-gpu: give --batch-size, or have the script"
     assert told in one_error(done)

@@ -136,10 +136,10 @@ def test_a_rank_counts_over_all_nodes_and_its_gpu_on_its_own(
         store.set(key, value)
     monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(store, 3, 4)]))
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **how: met.append(how["rank"]))
-    here = process_group.join(use_cuda=True, timeout=30)
-    assert (here.rank, here.local_rank, here.size, here.nodes) == (3, 1, 4, 2)
+    dist_env = process_group.init_distributed(use_cuda=True, timeout=30)
+    assert (dist_env.rank, dist_env.local_rank, dist_env.world_size, dist_env.num_nodes) == (3, 1, 4, 2)
     assert met == [1, 3]
-    assert here.device == torch.device("cuda", 1)
+    assert dist_env.device == torch.device("cuda", 1)
 
 
 # --- what a process computes ------------------------------------------------------------------------

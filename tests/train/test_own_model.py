@@ -11,8 +11,10 @@ from conftest import REPOSITORY, STAGES, Script, failed, one_error, places, rows
 
 from trainkit.compare import comparison
 from trainkit.compare.report import report
-from trainkit.config import options
-from trainkit.data import loaders as batches
+from trainkit.config.options import parse_options
+from trainkit.data.loaders import generator, train_loader
+from trainkit.distributed import process_group
+from trainkit.distributed.launchers import DistEnv
 from trainkit.record import records
 from trainkit.training.run import Run
 
@@ -24,12 +26,13 @@ class Tables(nn.Sequential):
         super().__init__(nn.Linear(20, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, CLASSES))
 
 
-def tables(seed: int, rows: int) -> data.Split:
+def tables(seed: int, rows: int) -> InMemoryDataset:
     random = torch.Generator().manual_seed(seed)
     inputs = torch.randn(rows, 20, generator=random)
-    return data.Split("random tables", inputs, TARGETS)
+    return InMemoryDataset("random tables", inputs, TARGETS)
 
 
+@entrypoint
 def main() -> None:"""
 CLASSIFY = ("F.cross_entropy", "3", "(inputs[:, :2].sum(1, keepdim=True) > torch.tensor([-1.0, 1.0])).sum(1)")
 REGRESS = ("F.mse_loss", "1", "inputs[:, :2].sum(1, keepdim=True)")
@@ -40,10 +43,12 @@ STORIES = """
 import os, signal, torch
 from torch import nn
 from trainkit.training.run import Run
-from trainkit.data import loaders as batches
 from trainkit import errors
-from trainkit.config import options
+from trainkit.config.options import parse_options
+from trainkit.data.datasets import InMemoryDataset
+from trainkit.data.loaders import train_loader
 from trainkit.distributed import process_group
+from trainkit.distributed.process_group import destroy_distributed
 
 class Stories:
     def __len__(self):
@@ -62,17 +67,18 @@ def collate(stories):
     return {"words": nn.utils.rnn.pad_sequence(stories, batch_first=True), "name": "stories"}
 
 def main():
-    opts = options.parse("")
-    here = process_group.join(False, 60)
+    opts = parse_options("")
+    dist_env = process_group.init_distributed(use_gpu=False, timeout_seconds=60)
     torch.manual_seed(opts.seed)
     reader, critic, hidden = nn.GRU(2, 3, batch_first=True), nn.Linear(3, 1), Hidden()
-    torch.manual_seed(opts.seed + here.rank)
-    train = batches.training(Stories(), opts, here.device, here.rank, here.size, collate_fn=collate)
+    torch.manual_seed(opts.seed + dist_env.rank)
+    train = train_loader(Stories(), opts, dist_env, collate_fn=collate)
     model, second = (nn.parallel.DistributedDataParallel(one) for one in (reader, critic))
     first, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(second.parameters(), lr=0.1)
-    also, each_rank = {"critic": second, "critic_optimizer": other}, {"hidden": hidden}
-    how = {"also": also, "each_rank": each_rank, "unit": "words", "per_sample": 5}
-    run = Run("stories", opts, here, Stories(), model, first, None, here.size, **how)
+    extra_state, per_rank_state = {"critic": second, "critic_optimizer": other}, {"hidden": hidden}
+    how = {"extra_state": extra_state, "per_rank_state": per_rank_state, "unit": "words", "per_sample": 5}
+    run = Run("stories", opts, dist_env, Stories(), model, first, None, **how)
+    run.resume()
     for epoch in run.epochs():
         for step, batch in enumerate(run.steps(epoch, train)):
             out, state = model(batch["words"], hidden.value)
@@ -82,12 +88,12 @@ def main():
                 its.zero_grad()
                 one.backward()
                 its.step()
-            run.add(loss, critic_loss=of_critic)
-            if os.environ.get("STOP") == f"{here.rank} {step}":
+            run.log(loss=loss, critic_loss=of_critic)
+            if os.environ.get("STOP") == f"{dist_env.rank} {step}":
                 os.kill(os.getpid(), signal.SIGUSR2)
         run.end_of_epoch(epoch)
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 errors.run(main)
 """
@@ -98,23 +104,25 @@ from pathlib import Path
 from torch import nn
 from trainkit.training.recorder import Recorder
 from trainkit.training.run import Run
-from trainkit.data import loaders as batches, datasets as data
 from trainkit import errors
-from trainkit.config import options
+from trainkit.config.options import parse_options
+from trainkit.data.datasets import InMemoryDataset
+from trainkit.data.loaders import train_loader
 from trainkit.distributed import process_group
+from trainkit.distributed.process_group import destroy_distributed
 
 def megabytes(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 def main():
-    opts = options.parse("")
-    here = process_group.join(False, 60)
+    opts = parse_options("")
+    dist_env = process_group.init_distributed(use_gpu=False, timeout_seconds=60)
     torch.manual_seed(1)
     model = nn.Linear(2000, 2000, bias=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     random = torch.Generator().manual_seed(1)
-    samples = data.Split("own", torch.randn(4, 2000, generator=random), torch.zeros(4, 2000))
-    train = batches.training(samples, opts, here.device, here.rank, here.size)
+    samples = InMemoryDataset("own", torch.randn(4, 2000, generator=random), torch.zeros(4, 2000))
+    train = train_loader(samples, opts, dist_env)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     before = megabytes("VmRSS")
     if os.environ["KEEPS"] == "Recorder":
@@ -124,9 +132,10 @@ def main():
         recorder.load(file, parts)
         epochs = range(recorder.first_epoch, opts.epochs + 1)
     else:
-        run = Run("own", opts, here, samples, model, optimizer, None, here.size)
+        run = Run("own", opts, dist_env, samples, model, optimizer, None)
+        run.resume()
         epochs = run.epochs()
-    print(f"rank {here.rank} took {megabytes('VmHWM') - before:.0f} MB", flush=True)
+    print(f"rank {dist_env.rank} took {megabytes('VmHWM') - before:.0f} MB", flush=True)
     for epoch in epochs:
         train.set_epoch(epoch)
         for inputs, targets in train if os.environ["KEEPS"] == "Recorder" else run.steps(epoch, train):
@@ -136,14 +145,14 @@ def main():
             process_group.sum_in_place(model.weight.grad)
             optimizer.step()
             if os.environ["KEEPS"] == "Run":
-                run.add(loss)
+                run.log(loss=loss)
         if os.environ["KEEPS"] == "Recorder":
             recorder.epoch(2, 1.0, loss.item())
             recorder.save(file, parts)
         else:
             run.end_of_epoch(epoch)
-    print(f"rank {here.rank} ends with {model.weight.double().sum().item()}", flush=True)
-    process_group.leave()
+    print(f"rank {dist_env.rank} ends with {model.weight.double().sum().item()}", flush=True)
+    destroy_distributed()
 
 errors.run(main)
 """
@@ -167,10 +176,13 @@ def main():"""
 def own_training(task: tuple[str, str, str]) -> str:
     loss, classes, targets = task
     changes = {
-        "from trainkit.training.model import Net\n": "",
-        "\n\ndef main() -> None:": NETWORK.replace("CLASSES", classes).replace("TARGETS", targets),
-        "data.load(opts.dataset, opts.data_dir)": "tables(1, 2000), tables(2, 500)",
-        "Net(opts.width).to(here.device, memory_format=torch.channels_last)": "Tables().to(here.device)",
+        "from trainkit.training.model import Net\n": "from trainkit.data.datasets import InMemoryDataset\n",
+        "\n\n@entrypoint\ndef main() -> None:": NETWORK.replace("CLASSES", classes).replace(
+            "TARGETS", targets
+        ),
+        "load_dataset(opts.dataset, opts.data_dir)": "tables(1, 2000), tables(2, 500)",
+        "Net(opts.width).to(": "Tables().to(",
+        ", memory_format=torch.channels_last": "",
         "F.nll_loss": loss,
         'Run("ddp"': 'Run("tables"',
     }
@@ -201,8 +213,8 @@ def test_a_loss_that_is_a_sum_trains_alike_on_two_ranks(line: int, script: Scrip
     page = (REPOSITORY / "YOUR_TRAINING.md").read_text().replace("inputs)", "images)")
     code = re.search(r"```python\n(loss = .*?)```", page.replace("targets,", "labels,"), re.DOTALL)[1]
     text = own_training(REGRESS).replace("nn.BatchNorm1d(64), ", "")
-    one = "            loss = F.mse_loss(model(images), labels)\n"
-    lines = [f"            {code.splitlines()[number]}\n" for number in (0, line)]
+    one = "                loss = F.mse_loss(model(images), labels)\n"
+    lines = [f"                {code.splitlines()[number]}\n" for number in (0, line)]
     assert one in text and 'reduction="sum"' in lines[0]
     (own := tmp_path / "sum.py").write_text(text.replace(one, "".join(lines)))
     for ranks in (1, 2):
@@ -217,23 +229,22 @@ RESIDENT = "--loader resident keeps tensors on the device, but these samples are
 NO_TEST = "--stop-at and --patience go by a test, and this training has none"
 BELOW_0 = "the schedule's learning rate for epoch 2 is -0.1: correct it."
 LEFT = "epoch 1 was left early, or not trained: end the loop over run.steps"
-NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every step"
+NAMES = "run.log got loss, 0, and then loss, 1: give it the same names in every step"
 
 
 @pytest.mark.parametrize(
     ("change", "arguments", "sentence"),
     [
         (
-            ("", ""),
-            (*SMALL, "--precision", "bf16"),
-            "Tables computes in fp32 only: leave out --precision bf16",
+            ("run.log(loss=loss)", "pass"),
+            SMALL,
+            "0 losses after 1 steps: call run.log(loss=...) once in each",
         ),
-        (("run.add(loss)", "pass"), SMALL, "0 losses after 1 steps: call run.add(loss) once in each"),
-        (("run.add(loss)", "run.add(loss); break"), SMALL, LEFT),
+        (("run.log(loss=loss)", "run.log(loss=loss); break"), SMALL, LEFT),
         (("", ""), (*OF_STORIES, "--loader", "resident"), RESIDENT),
         (("", ""), (*OF_STORIES, "--patience", 1), NO_TEST),
         (("critic_loss=of_critic", "**{str(step): 1}"), OF_STORIES, NAMES),
-        (('"critic_optimizer"', '"optimizer"'), OF_STORIES, "`also` has the name optimizer, as any"),
+        (('"critic_optimizer"', '"optimizer"'), OF_STORIES, "`extra_state` has the name optimizer, as any"),
         (
             ("run.end_of_epoch(epoch)", "[run.end_of_epoch(epoch) for _ in '12']"),
             OF_STORIES,
@@ -242,13 +253,12 @@ NAMES = "run.add got loss, 0, and then loss, 1: give it the same names in every 
         (("run.end_of", "first.param_groups[0]['lr'] = -0.1; run.end_of"), OF_STORIES, BELOW_0),
         (("run.epochs()", "(2, 1)"), OF_STORIES, "epoch 2 in place of 1: take the epochs of run.epochs()"),
         (
-            ("None, here.size,", "None, 0,"),
+            ("first, None,", "first, None, devices=0,"),
             OF_STORIES,
             "the devices cannot be recorded ('0' is not a whole number",
         ),
     ],
     ids=[
-        "precision",
         "loss not told",
         "loop left",
         "resident",
@@ -280,8 +290,16 @@ def test_a_mistake_in_a_copied_stage_is_one_sentence(
             "sys.argv += ['--recipe', 'fast'] * int(os.environ['RANK'])",
             "another --recipe, ",
         ),
-        ("run = Run", "Stories.name = f'stories {here.rank}'", "another --dataset: start all ranks alike."),
-        ("model, second", "reader = nn.GRU(2, 3 + here.rank)", "the ranks have networks of different sizes"),
+        (
+            "run = Run",
+            "Stories.name = f'stories {dist_env.rank}'",
+            "another --dataset: start all ranks alike.",
+        ),
+        (
+            "model, second",
+            "reader = nn.GRU(2, 3 + dist_env.rank)",
+            "the ranks have networks of different sizes",
+        ),
     ],
     ids=["lr", "recipe", "dataset", "width"],
 )
@@ -296,9 +314,9 @@ def test_ranks_with_other_options_do_not_train_together(
 
 def test_ranks_that_note_other_numbers_are_told(script: Script, tmp_path: Path) -> None:
     own, noted = tmp_path / "own.py", "critic_loss=of_critic"
-    own.write_text(STORIES.replace(noted, f"**({{}} if here.rank else {{'{noted[:11]}': of_critic}})"))
+    own.write_text(STORIES.replace(noted, f"**({{}} if dist_env.rank else {{'{noted[:11]}': of_critic}})"))
     told = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
-    assert "the ranks give run.add other names: give it the same on all of them." in told
+    assert "the ranks give run.log other names: give it the same on all of them." in told
 
 
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="an older PyTorch cannot tell what it would not load")
@@ -331,7 +349,7 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
             for left_out, sentence in (
                 ("nothing", "each of its 2 ranks has its own state: start as many ranks"),
                 (', "critic_optimizer": other', "was made with the critic_optimizer AdamW"),
-                ('"each_rank": each_rank, ', "it has a state of each rank"),
+                ('"per_rank_state": per_rank_state, ', "it has a state of each rank"),
             ):
                 own.write_text(STORIES.replace(left_out, ""))
                 assert sentence in one_error(script(*given, ranks=1))
@@ -356,7 +374,7 @@ def test_another_optimizer_or_schedule_does_not_go_on_and_a_mode_of_one_does(
     text = STORIES.replace("\ndef main():", WITH_A_MODE).replace(
         "torch.optim.AdamW(second", "Averaging(second"
     )
-    text = text.replace("None, here.size", "torch.optim.lr_scheduler.StepLR(first, 100), here.size")
+    text = text.replace("first, None,", "first, torch.optim.lr_scheduler.StepLR(first, 100),")
     (own := tmp_path / "own.py").write_text(text)
     losses = {}
     for name, stop in (("whole", ""), ("stopped", "0 2")):
@@ -368,7 +386,7 @@ def test_another_optimizer_or_schedule_does_not_go_on_and_a_mode_of_one_does(
                 ("__init__(weights, lr)\n", "__init__(weights, lr, amsgrad=True)\n", "critic_optimizer"),
                 ("(weights, lr)\n", "(weights, lr, weight_decay=0.1)\n", "critic_optimizer"),
                 ("torch.optim.SGD(", "torch.optim.Adam(", "optimizer"),
-                ("StepLR(first, 100)", "ExponentialLR(first, 0.5)", "schedule"),
+                ("StepLR(first, 100)", "ExponentialLR(first, 0.5)", "lr_scheduler"),
             ):
                 own.write_text(text.replace(before, after))
                 assert f"was made with the {part} " in one_error(script(*given, ranks=1))
@@ -400,8 +418,8 @@ def test_what_loader_processes_draw_is_the_same_after_a_stop(script: Script, tmp
 
 
 def test_the_numbers_of_loader_processes_differ_by_epoch() -> None:
-    opts = options.parse("", ["--batch-size", "4", "--loader", "workers", "--num-workers", "1"])
-    made = batches.training(Noise(), opts, torch.device("cpu"))
+    opts = parse_options("", ["--batch-size", "4", "--loader", "workers", "--num-workers", "1"])
+    made = train_loader(Noise(), opts, DistEnv(device=torch.device("cpu")))
     drawn = []
     for epoch in (1, 2, 1):
         made.set_epoch(epoch)
@@ -435,19 +453,19 @@ def test_going_on_takes_little_more_memory_than_what_was_saved(
 
 
 def test_loader_processes_of_two_ranks_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    opts = options.parse("", ["--batch-size", "4", "--loader", "workers", "--num-workers", "2"])
+    opts = parse_options("", ["--batch-size", "4", "--loader", "workers", "--num-workers", "2"])
     drawn = []
     for rank in (0, 1, 1):
-        monkeypatch.setattr(batches.process_group, "rank", lambda rank=rank: rank)
-        (batch,) = batches.training(Noise(), opts, torch.device("cpu"))
+        monkeypatch.setattr(process_group, "rank", lambda rank=rank: rank)
+        (batch,) = train_loader(Noise(), opts, DistEnv(device=torch.device("cpu")))
         drawn.append(batch.flatten().tolist())
     assert drawn[1] == drawn[2] and not {*drawn[0]} & {*drawn[1]}
 
 
 def test_noise_is_new_in_every_step() -> None:
-    opts, here = options.parse("", ["--batch-size", "4"]), SimpleNamespace(rank=0, size=1, device="cpu")
+    opts, dist_env = parse_options("", ["--batch-size", "4"]), DistEnv(device="cpu")
     steps = [
-        SimpleNamespace(options=opts, here=here, _noise=batches.generator(0, -step)) for step in (1, 2, 2)
+        SimpleNamespace(options=opts, dist_env=dist_env, _noise=generator(0, -step)) for step in (1, 2, 2)
     ]
     drawn = [Run.noise(step, 2) for step in steps]
     assert drawn[0].shape == (4, 2) and drawn[1].equal(drawn[2]) and not drawn[0].eq(drawn[1]).any()

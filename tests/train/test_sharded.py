@@ -42,10 +42,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from trainkit.training.run import Run
-from trainkit.data import loaders as batches, datasets as data
 from trainkit import errors
-from trainkit.config import options
+from trainkit.config.options import parse_options
+from trainkit.data.datasets import InMemoryDataset
+from trainkit.data.loaders import train_loader
 from trainkit.distributed import process_group
+from trainkit.distributed.launchers import DistEnv
+from trainkit.distributed.process_group import destroy_distributed
 from trainkit.training.sharded import Sharded
 
 SPLIT, GIVEN = os.environ["SPLIT"], os.environ.get("GIVEN")
@@ -62,34 +65,36 @@ def split(model, mesh):
     return model
 
 def main():
-    opts = options.parse("")
-    here = process_group.join(False, 60)
+    opts = parse_options("")
+    dist_env = process_group.init_distributed(use_gpu=False, timeout_seconds=60)
     torch.manual_seed(opts.seed)
-    mesh = init_device_mesh("cpu", (here.size,))
+    mesh = init_device_mesh("cpu", (dist_env.world_size,))
     critic = nn.Linear(4, 4)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     model = model if SPLIT in ("later", "critic") else split(model, mesh)
     critic = fully_shard(critic, mesh=mesh) if SPLIT == "critic" else critic
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
-    samples = data.Split("own", inputs, inputs.flip(1))
-    train = batches.training(samples, opts, here.device)  # all of it, as tensor parallel wants it
+    samples = InMemoryDataset("own", inputs, inputs.flip(1))
+    # All of it on each rank, as tensor parallel wants it.
+    train = train_loader(samples, opts, DistEnv(device=dist_env.device))
     sharded = Sharded(model, optimizer) if GIVEN else None
-    how = {"also": {"critic": critic}, "sharded": sharded}
-    run = Run("own", opts, here, samples, model, optimizer, None, here.size, **how)
+    how = {"extra_state": {"critic": critic}, "sharded": sharded}
+    run = Run("own", opts, dist_env, samples, model, optimizer, None, **how)
     if SPLIT == "later":
         split(model, mesh)
         optimizer.param_groups[0]["params"] = list(model.parameters())
+    run.resume()
     for epoch in run.epochs():
         for inputs, targets in run.steps(epoch, train):
             optimizer.zero_grad()
             loss = (model(inputs) - targets).square().mean()
             loss.backward()
             optimizer.step()
-            run.add(loss)
+            run.log(loss=loss)
         run.end_of_epoch(epoch)
     run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 errors.run(main)
 """

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from conftest import STAGES, WITHOUT_DROPOUT, Script, rows_of, run_stage, succeeded, weights_of
 
-from trainkit.config import options
-from trainkit.data import datasets as data
-from trainkit.data import loaders as batches
+from trainkit.config.options import parse_options
 from trainkit.data import staging
+from trainkit.data.datasets import InMemoryDataset, load_dataset
+from trainkit.data.loaders import DistributedBatchSampler, UnpaddedEvalSampler, eval_loader, train_loader
+from trainkit.distributed.launchers import DistEnv
 from trainkit.training.evaluation import evaluate
 from trainkit.training.model import Net
 
@@ -87,9 +88,9 @@ def test_three_ranks_evaluate_as_one(script: Script, tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path)
     model = Net(8)
     model.load_state_dict(weights_of(tmp_path))
-    opts = options.parse("", [])
-    _, test_set = data.load("mnist", staging.DEFAULT_DIR)
-    tested = evaluate(model, batches.testing(test_set, opts, torch.device("cpu")), F.nll_loss)
+    opts = parse_options("", [])
+    _, test_set = load_dataset("mnist", staging.DEFAULT_DIR)
+    tested = evaluate(model, eval_loader(test_set, opts, DistEnv(device=torch.device("cpu"))), F.nll_loss)
     assert row["test_images"] == tested.samples == 10_000
     assert row["test_accuracy"] == pytest.approx(tested.accuracy, abs=1e-6)
     assert row["test_loss"] == pytest.approx(tested.loss, rel=1e-5)
@@ -99,11 +100,12 @@ def test_three_ranks_evaluate_as_one(script: Script, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int) -> None:
     count, batch = 240, 24
-    opts = options.parse("", ["--batch-size", str(batch), "--loader", loader])
-    split = data.Split("numbers", torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
-    one = batches.training(split, opts, torch.device("cpu"))
+    opts = parse_options("", ["--batch-size", str(batch), "--loader", loader])
+    split = InMemoryDataset("numbers", torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
+    one = train_loader(split, opts, DistEnv(device=torch.device("cpu")))
     ranks = [
-        batches.training(split, opts, torch.device("cpu"), rank, world_size) for rank in range(world_size)
+        train_loader(split, opts, DistEnv(rank=rank, world_size=world_size, device=torch.device("cpu")))
+        for rank in range(world_size)
     ]
     orders = []
     for epoch in (1, 2, 3):
@@ -124,7 +126,7 @@ def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_test_shares_cover_the_test_set_once(images: int, world_size: int) -> None:
     """In as many steps on every rank, as they may exchange something in each."""
-    samplers = [batches.UnpaddedTestSampler(images, 8, rank, world_size) for rank in range(world_size)]
+    samplers = [UnpaddedEvalSampler(images, 8, rank, world_size) for rank in range(world_size)]
     shares = [list(sampler) for sampler in samplers]
     seen = [index for share in shares for indices in share for index in indices]
     assert seen == list(range(images))
@@ -137,7 +139,7 @@ def test_test_shares_cover_the_test_set_once(images: int, world_size: int) -> No
 
 def test_another_seed_is_another_order_and_the_same_seed_the_same() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        sampler = batches.DistributedBatchSampler(100, 100, seed)
+        sampler = DistributedBatchSampler(100, 100, seed)
         sampler.epoch = epoch
         return [index for indices in sampler for index in indices]
 

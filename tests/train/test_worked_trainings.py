@@ -9,7 +9,7 @@ from PIL import Image
 
 from trainkit.record import records
 
-# Each with its options, and the metrics that it gives to `run.add`.
+# Each with its options, and the metrics that it gives to `run.log`.
 WORKED = {
     "lstm": (("--train-size", 40, "--width", 4, "--loader", "workers"), ["gradient_norm"]),
     "resnet": (("--size", 32, "--lr", 0.001, "--loader", "workers", "--num-workers", 1), []),

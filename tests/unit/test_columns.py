@@ -9,6 +9,7 @@ import pytest
 from conftest import REPOSITORY, ran, succeeded
 
 from trainkit.config import options
+from trainkit.config.options import option, parse_options
 from trainkit.record import records
 from trainkit.record.columns import COLUMNS, Role
 from trainkit.record.records import RecordWriter
@@ -33,12 +34,14 @@ from test_comparison import write_run
 from trainkit.advice.report import AnswerText
 from trainkit.advice.scaling import Shape
 from trainkit.compare import comparison
-from trainkit.config import options
+from trainkit.config.options import option, parse_options
 
 folder = Path(sys.argv[1])
-momentum = options.own(0.0, float, "X", "of the optimizer", shapes_training=True, column="momentum")
+momentum = option(
+    0.0, type=float, metavar="X", help="of the optimizer", shapes_training=True, column="momentum"
+)
 for value in ("0", "0.9"):
-    opts = options.parse("", ["--momentum", value], momentum=momentum)
+    opts = parse_options("", ["--momentum", value], momentum=momentum)
     write_run(folder, f"momentum-{value}", [10, 1000, 1000], **opts.columns())
 rows, _ = comparison.load([folder])
 print(sorted(comparison.summarize(rows).variant))
@@ -51,7 +54,13 @@ print(AnswerText.command(Stand(rows=rows[rows.momentum > 0], on_cpu=False), run)
 def test_an_option_can_be_recorded_in_a_setting_only(column: str) -> None:
     """Not where the record would drop it, nor where runs may differ that are pooled as repeats."""
     with pytest.raises(ValueError, match=rf"column '{column}' is not a setting of a run: .*/columns\.py"):
-        options.own(0.0, float, "X", "made up", column=column)
+        option(
+            0.0,
+            type=float,
+            metavar="X",
+            help="made up",
+            column=column,
+        )
 
 
 def test_every_option_that_shapes_the_training_is_a_setting_of_the_record() -> None:
@@ -80,9 +89,19 @@ def test_a_default_can_be_read_back(name: str, tmp_path: Path) -> None:
 
 def test_what_shapes_a_training_without_a_column_is_in_its_settings() -> None:
     """Options of the script's own."""
-    hidden = options.own(128, int, "N", "neurons", shapes_training=True)
-    tied = options.own(False, None, None, "one matrix for both", shapes_training=True)
-    opts = options.parse("", ["--recipe", "sgd", "--tied"], hidden=hidden, tied=tied)
+    hidden = option(
+        128,
+        type=int,
+        metavar="N",
+        help="neurons",
+        shapes_training=True,
+    )
+    tied = option(
+        False,
+        help="one matrix for both",
+        shapes_training=True,
+    )
+    opts = parse_options("", ["--recipe", "sgd", "--tied"], hidden=hidden, tied=tied)
     assert opts.settings() == "hidden=128 tied"
 
 

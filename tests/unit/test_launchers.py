@@ -5,7 +5,7 @@ import os
 import pytest
 
 from trainkit.distributed import launchers
-from trainkit.distributed.launchers import Place
+from trainkit.distributed.launchers import DistEnv
 
 MEET = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
 
@@ -103,7 +103,7 @@ def test_three_ranks_on_two_nodes(what: str, only: pytest.MonkeyPatch) -> None:
     for name, value in (UNEVEN[what] | MEET).items():
         only.setenv(name, value)
     name = NAMES.get(what, what.split()[0].strip(","))
-    expected = Place(rank=2, local_rank=0, size=3, local_size=1, nodes=2, launcher=name)
+    expected = DistEnv(rank=2, local_rank=0, world_size=3, local_world_size=1, num_nodes=2, launcher=name)
     assert launchers.read() == expected
     assert launchers.rank_of() == "2"
 
@@ -120,10 +120,10 @@ def test_ranks_that_do_not_know_where_to_meet(what: str, only: pytest.MonkeyPatc
 
 def test_one_process(only: pytest.MonkeyPatch) -> None:
     """Also in a batch script, which has the variables of no step."""
-    assert launchers.read() == Place()
+    assert launchers.read() == DistEnv()
     only.setenv("SLURM_PROCID", "0")
     only.setenv("SLURM_JOB_ID", "7")
-    assert launchers.read() == Place()
+    assert launchers.read() == DistEnv()
     assert "MASTER_ADDR" not in os.environ
 
 

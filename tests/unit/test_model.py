@@ -8,7 +8,7 @@ import torch
 from conftest import REPOSITORY, succeeded, weights_of
 from torch import nn
 
-from trainkit.data import datasets as data
+from trainkit.data.datasets import load_dataset
 from trainkit.training.model import Net
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
@@ -16,7 +16,7 @@ SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
 
 @pytest.fixture(scope="module")
 def images(mnist_dir: Path) -> torch.Tensor:
-    _, test = data.load("mnist", mnist_dir)
+    _, test = load_dataset("mnist", mnist_dir)
     return test.prepare(test.inputs[:500])
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainkit.compare import comparison
-from trainkit.data.datasets import Split
+from trainkit.data.datasets import InMemoryDataset
 from trainkit.errors import UserError
 from trainkit.record import records
 from trainkit.training.recorder import Recorder
@@ -156,7 +156,7 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
         run.save(tmp_path / "saved.pt", parts | {"scaler": part})
     assert not list(tmp_path.glob("*.pt"))
     with pytest.raises(UserError, match="d has 3 inputs and 2 targets"):
-        Split("d", torch.zeros(3), torch.zeros(2))
+        InMemoryDataset("d", torch.zeros(3), torch.zeros(2))
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ import torch
 from conftest import REPOSITORY, succeeded
 from forking import Forking
 
-from trainkit.data import datasets as data
 from trainkit.data import staging
+from trainkit.data.datasets import load_dataset
 from trainkit.errors import UserError
 
 Run = Callable[..., subprocess.CompletedProcess]
@@ -143,7 +143,7 @@ def test_damaged_files_are_named_and_replaced(copied: Path, npm: FakeNpm, run: R
         file.seek(5000)
         file.write(b"damage")
     with pytest.raises(UserError, match=f"no usable MNIST in .* \\({corrupt.name} is corrupt"):
-        data.load("mnist", copied)
+        load_dataset("mnist", copied)
     os.truncate(truncated, 1234)
     sound = (raw / "train-images-idx3-ubyte").stat()
     npm.gate.touch()
@@ -213,7 +213,7 @@ def test_mirrors_come_first(mnist_dir: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_load_reads_what_the_files_hold(mnist_dir: Path) -> None:
-    train, test = data.load("mnist", mnist_dir)
+    train, test = load_dataset("mnist", mnist_dir)
     assert train.inputs.shape == (60_000, 1, 28, 28)
     assert test.inputs.shape == (10_000, 1, 28, 28)
     assert train.inputs.dtype == torch.uint8
@@ -226,7 +226,7 @@ def test_load_reads_what_the_files_hold(mnist_dir: Path) -> None:
 def test_load_without_mnist_gives_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "my data"
     with pytest.raises(UserError) as caught:
-        data.load("mnist", folder)
+        load_dataset("mnist", folder)
     assert f"python -m trainkit.data.datasets --data-dir '{folder}'" in str(caught.value)
     assert not folder.exists()
 
@@ -235,14 +235,14 @@ def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
     """As some archives have it."""
     folder = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     folder.mkdir(parents=True)
-    for read in (lambda: data.load("mnist", tmp_path), lambda: staging.put_in_place(tmp_path)):
+    for read in (lambda: load_dataset("mnist", tmp_path), lambda: staging.put_in_place(tmp_path)):
         with pytest.raises(UserError, match="train-images-idx3-ubyte is a folder, and .* replace it"):
             read()
 
 
 def test_synthetic_digits(tmp_path: Path) -> None:
     folder = tmp_path / "never made"
-    train, test = data.load("synthetic", folder)
+    train, test = load_dataset("synthetic", folder)
     assert not folder.exists()
     for split, n in ((train, 60_000), (test, 10_000)):
         assert split.inputs.shape == (n, 1, 28, 28)
@@ -252,7 +252,7 @@ def test_synthetic_digits(tmp_path: Path) -> None:
         assert share.shape == (10,)
         assert (share - 0.1).abs().max() < 0.01
     assert not torch.equal(train.inputs[:10_000], test.inputs)
-    for split, again in zip((train, test), data.load("synthetic", folder), strict=True):
+    for split, again in zip((train, test), load_dataset("synthetic", folder), strict=True):
         assert torch.equal(split.inputs, again.inputs)
         assert torch.equal(split.targets, again.targets)
 

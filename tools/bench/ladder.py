@@ -14,8 +14,8 @@ from classic_mnist import BATCH
 from classic_mnist import Net as ClassicNet
 from torch import nn
 
-from trainkit.data import datasets as data
 from trainkit.data import staging
+from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import Batch, DistributedBatchSampler, ResidentBatches
 from trainkit.training.model import Dropout
 from trainkit.tuning import keep_freed_memory
@@ -65,7 +65,7 @@ def main() -> None:
     if "freed memory kept" in have and device.type == "cpu":
         keep_freed_memory()
     torch.manual_seed(1)
-    train_set, _ = data.load("mnist", args.data_dir)
+    train_set, _ = load_dataset("mnist", args.data_dir)
     model = LadderNet(have).to(device)
     if "channels_last" in have:
         model = model.to(memory_format=torch.channels_last)

@@ -27,36 +27,48 @@ MOST_IMAGES = 100_000_000  # per epoch: their order takes about 2 GB on every ra
 def _option(
     group: str,
     default: object,
-    kind: Callable[[str], object] | tuple[str, ...] | None,
-    metavar: str | None,
-    help: str,
     *,
+    help: str,
+    type: Callable[[str], object] | None = None,
+    choices: tuple[str, ...] | None = None,
+    metavar: str | None = None,
     shapes_training: bool = False,
     column: str = "",
 ) -> Field:
-    """Declare an option; `kind` is an argparse type, the words to choose from, or None for a switch.
+    """Declare an option, by the words of argparse; without `type` and `choices` it is a switch.
 
-    `shapes_training`: a checkpoint cannot be resumed with another value.
-    `column`: the column of the record that holds its value.
+    Args:
+        group: its heading in `--help`.
+        shapes_training: a checkpoint cannot be resumed with another value.
+        column: the column of the record that holds its value.
     """
     if column and (column not in COLUMNS or COLUMNS[column].role > Role.REPEAT):
         raise ValueError(f"column {column!r} is not a setting of a run: see trainkit/record/columns.py.")
-    if kind is None:
-        reading = {"action": "store_true"}
-    elif isinstance(kind, tuple):
-        reading = {"choices": kind}
+    if choices:
+        argument = {"choices": choices}
+    elif type:
+        argument = {"type": type, "metavar": metavar}
     else:
-        reading = {"type": kind, "metavar": metavar}
-    if kind is not None and default is not None:  # the others name it in their help, or are switches
+        argument = {"action": "store_true"}
+    if (choices or type) and default is not None:  # the others name it in their help, or are switches
         help += " (default: %(default)s)"
-    argument = reading | {"help": help, "default": default}
-    facts = {"group": group, "argument": argument, "shapes_training": shapes_training, "column": column}
-    return field(default=default, metadata=facts)
+    argument |= {"help": help, "default": default}
+    return field(
+        default=default,
+        metadata={
+            "group": group,
+            "argument": argument,
+            "shapes_training": shapes_training,
+            "column": column,
+        },
+    )
 
 
-# Only the script can use these: where it makes the network and the optimizer, or by optimizer_and_schedule.
-OF_THE_SCRIPT = {"recipe", "lr", "lr_scale", "lr_warmup_images", "gamma", "width"}
-own = partial(_option, "this script")  # declares an option of one script, for `parse`
+# Only the script can use these: where it makes the network, the optimizer and the step, or by
+# build_optimizer.
+OF_THE_SCRIPT = {"recipe", "lr", "lr_scale", "lr_warmup_images", "gamma", "width", "precision"}
+SCRIPT_GROUP = "this script"
+option = partial(_option, SCRIPT_GROUP)  # declares an option of one script, for `parse_options`
 
 
 @dataclass(frozen=True)
@@ -66,123 +78,223 @@ class Options:
     _given: ClassVar[frozenset[str]] = frozenset()  # that have another value than the default
     _read: ClassVar[set[str]] = set()  # by code outside the kit
 
-    # fmt: off
     epochs: int = _option(
-        "training", 14, at_least(1), "N", "passes over the training images, or over --train-size of them"
+        "training",
+        14,
+        type=at_least(1),
+        metavar="N",
+        help="passes over the training images, or over --train-size of them",
     )
     batch_size: int | None = _option(
-        "training", None, at_least(1), "N",
-        "global batch size: images per optimizer step, all GPUs together "
-        f"(default: {BASE_BATCH})",
-        shapes_training=True, column="global_batch",
+        "training",
+        None,
+        type=at_least(1),
+        metavar="N",
+        help=f"global batch size: images per optimizer step, all GPUs together (default: {BASE_BATCH})",
+        shapes_training=True,
+        column="global_batch",
     )
     batch_size_per_gpu: int | None = _option(
-        "training", None, at_least(1), "N", "in place of --batch-size: images per step on each device"
+        "training",
+        None,
+        type=at_least(1),
+        metavar="N",
+        help="in place of --batch-size: images per step on each device",
     )
     recipe: str = _option(
-        "training", "classic", tuple(DEFAULT_LR), None,
-        "classic: Adadelta, step decay; sgd: Nesterov momentum, step decay; "
+        "training",
+        "classic",
+        choices=tuple(DEFAULT_LR),
+        help="classic: Adadelta, step decay; sgd: Nesterov momentum, step decay; "
         "fast: Adam, one-cycle, images shifted by up to a pixel",
-        shapes_training=True, column="recipe",
+        shapes_training=True,
+        column="recipe",
     )
     lr: float | None = _option(
-        "training", None, above_0(1e6), "X",
-        f"learning rate, with --lr-scale that of batch {BASE_BATCH} (default: {LEARNING_RATES})",
+        "training",
+        None,
+        type=above_0(1e6),
+        metavar="X",
+        help=f"learning rate, with --lr-scale that of batch {BASE_BATCH} (default: {LEARNING_RATES})",
         shapes_training=True,
     )
     lr_scale: str = _option(
-        "training", "none", tuple(LR_SCALES), None,
-        f"linear: --lr times batch size / {BASE_BATCH}; sqrt: times its square root",
-        shapes_training=True, column="lr_scale",
+        "training",
+        "none",
+        choices=tuple(LR_SCALES),
+        help=f"linear: --lr times batch size / {BASE_BATCH}; sqrt: times its square root",
+        shapes_training=True,
+        column="lr_scale",
     )
     lr_warmup_images: int = _option(
-        "training", 0, at_least(0, MOST_IMAGES), "N",
-        "classic and sgd: the learning rate rises from 0 over the first N images",
-        shapes_training=True, column="lr_warmup_images",
+        "training",
+        0,
+        type=at_least(0, MOST_IMAGES),
+        metavar="N",
+        help="classic and sgd: the learning rate rises from 0 over the first N images",
+        shapes_training=True,
+        column="lr_warmup_images",
     )
     gamma: float = _option(
-        "training", 0.7, above_0(1), "X", "classic and sgd: factor on the learning rate per epoch",
-        shapes_training=True, column="gamma",
+        "training",
+        0.7,
+        type=above_0(1),
+        metavar="X",
+        help="classic and sgd: factor on the learning rate per epoch",
+        shapes_training=True,
+        column="gamma",
     )
     width: int = _option(
-        "training", DEFAULT_WIDTH, at_least(1, 4096), "N",
-        "channels of the first convolution; the second has twice as many",
-        shapes_training=True, column="width",
+        "training",
+        DEFAULT_WIDTH,
+        type=at_least(1, 4096),
+        metavar="N",
+        help="channels of the first convolution; the second has twice as many",
+        shapes_training=True,
+        column="width",
     )
     stop_at: float | None = _option(
-        "training", None, above_0(100), "PERCENT", "end after the epoch that reaches this test accuracy"
+        "training",
+        None,
+        type=above_0(100),
+        metavar="PERCENT",
+        help="end after the epoch that reaches this test accuracy",
     )
     patience: int | None = _option(
-        "training", None, at_least(1), "N",
-        "end when the test loss, or that of a script's validation, has found no new low for N epochs",
+        "training",
+        None,
+        type=at_least(1),
+        metavar="N",
+        help="end when the test loss, or that of a script's validation, has found no new low for N epochs",
     )
     seed: int = _option(
-        "training", 1, at_least(0), "N", "fixes weights, order of images and dropout",
-        shapes_training=True, column="seed",
+        "training",
+        1,
+        type=at_least(0),
+        metavar="N",
+        help="fixes weights, order of images and dropout",
+        shapes_training=True,
+        column="seed",
     )
 
     dataset: str = _option(
-        "data", "mnist", DATASETS, None, "synthetic: generated digits, not MNIST, for machines without it"
+        "data",
+        "mnist",
+        choices=DATASETS,
+        help="synthetic: generated digits, not MNIST, for machines without it",
     )
-    data_dir: Path = _option("data", DEFAULT_DIR, given_path, "DIR", "where `make data` put MNIST")
+    data_dir: Path = _option(
+        "data",
+        DEFAULT_DIR,
+        type=given_path,
+        metavar="DIR",
+        help="where `make data` put MNIST",
+    )
     train_size: int | None = _option(
-        "data", None, at_least(1, MOST_IMAGES), "N",
-        "images per epoch (default: all): the first N; if N is more than all, they are used repeatedly",
+        "data",
+        None,
+        type=at_least(1, MOST_IMAGES),
+        metavar="N",
+        help="images per epoch (default: all): the first N; if N is more than all, they are used repeatedly",
         shapes_training=True,
     )
     test_size: int | None = _option(
-        "data", None, at_least(1), "N", "evaluate only on the first N images (default: all)"
+        "data",
+        None,
+        type=at_least(1),
+        metavar="N",
+        help="evaluate only on the first N images (default: all)",
     )
     loader: str = _option(
-        "data", "resident", ("resident", "workers"), None,
-        "resident: data set kept on the device; workers: DataLoader, image by image",
+        "data",
+        "resident",
+        choices=("resident", "workers"),
+        help="resident: data set kept on the device; workers: DataLoader, image by image",
         column="loader",
     )
     num_workers: int = _option(
-        "data", 0, at_least(0, 256), "N", "loader processes of each process, for --loader workers",
+        "data",
+        0,
+        type=at_least(0, 256),
+        metavar="N",
+        help="loader processes of each process, for --loader workers",
         column="workers_per_loader",
     )
     test_batch_size: int | None = _option(
-        "data", None, at_least(1), "N",
-        "images per evaluation step and process, only for speed (default: 250 on a CPU, 2500 on GPUs)",
+        "data",
+        None,
+        type=at_least(1),
+        metavar="N",
+        help="images per evaluation step and process, only for speed (default: 250 on a CPU, 2500 on GPUs)",
     )
 
     precision: str = _option(
-        "machine", "auto", ("auto", "fp32", "tf32", "bf16"), None,
-        "bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits; auto: bf16 if that pays here",
+        "machine",
+        "fp32",
+        choices=("fp32", "tf32", "bf16"),
+        help="bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits",
+        shapes_training=True,
+        column="precision",
     )
-    no_cuda: bool = _option("machine", False, None, None, "use the CPU even if there is a GPU")
+    no_cuda: bool = _option(
+        "machine",
+        False,
+        help="use the CPU even if there is a GPU",
+    )
     timeout: int = _option(
-        "machine", 300, at_least(1), "S", "seconds a process waits for the others before it gives up"
+        "machine",
+        300,
+        type=at_least(1),
+        metavar="S",
+        help="seconds a process waits for the others before it gives up",
     )
     debug: bool = _option(
-        "machine", False, None, None,
-        "have each rank, PyTorch and NCCL log what they do, in the job's folder or in DIR/debug/ of "
+        "machine",
+        False,
+        help="have each rank, PyTorch and NCCL log what they do, in the job's folder or in DIR/debug/ of "
         "--results-dir; slower",
         column="debug",
     )
 
     checkpoint_dir: Path | None = _option(
-        "stop and go on", None, given_path, "DIR",
-        "save the state of the training here after every epoch, and on USR2 or SIGTERM",
+        "stop and go on",
+        None,
+        type=given_path,
+        metavar="DIR",
+        help="save the state of the training here after every epoch, and on USR2 or SIGTERM",
     )
     checkpoint_minutes: float = _option(
-        "stop and go on", 10, above_0(), "X", "minutes between two checkpoints within an epoch"
+        "stop and go on",
+        10,
+        type=above_0(),
+        metavar="X",
+        help="minutes between two checkpoints within an epoch",
     )
     resume: str = _option(
-        "stop and go on", "never", ("never", "auto"), None,
-        "auto: resume from the newest checkpoint in --checkpoint-dir, if there is one",
+        "stop and go on",
+        "never",
+        choices=("never", "auto"),
+        help="auto: resume from the newest checkpoint in --checkpoint-dir, if there is one",
     )
 
-    results_dir: Path = _option("output", DEFAULT_RESULTS, given_path, "DIR", "the CSV goes to DIR/runs/")
+    results_dir: Path = _option(
+        "output",
+        DEFAULT_RESULTS,
+        type=given_path,
+        metavar="DIR",
+        help="the CSV goes to DIR/runs/",
+    )
     save_model: bool = _option(
-        "output", False, None, None, "save the weights to DIR/models/<run_id>.pt"
+        "output",
+        False,
+        help="save the weights to DIR/models/<run_id>.pt",
     )
     dry_run: bool = _option(
-        "output", False, None, None, "one training step, one test batch, nothing written"
+        "output",
+        False,
+        help="one training step, one test batch, nothing written",
     )
 
-    # fmt: on
     def __getattribute__(self, name: str) -> object:
         """Return the value; note which options the script itself reads, for `unused`."""
         value = super().__getattribute__(name)
@@ -196,7 +308,7 @@ class Options:
     def unused(self, by_recipe: set[str]) -> list[str]:
         """List the options of `OF_THE_SCRIPT` that were given and that the script does not use.
 
-        `by_recipe`: those that optimizer_and_schedule has used for it.
+        `by_recipe`: those that build_optimizer has used for it.
         """
         used = type(self)._read | by_recipe
         if "scaled_lr" in used:
@@ -208,7 +320,7 @@ class Options:
 
     def declares(self, name: str) -> bool:
         """Return whether the script itself has declared this option."""
-        return any(one.name == name and one.metadata["group"] == "this script" for one in fields(self))
+        return any(one.name == name and one.metadata["group"] == SCRIPT_GROUP for one in fields(self))
 
     @property
     def scaled_lr(self) -> float:
@@ -220,7 +332,7 @@ class Options:
         """Return the folder that --debug writes to; None without it."""
         return (job_folder.here() or self.results_dir / "debug") if self.debug else None
 
-    def for_devices(self, count: int, what: str = "processes") -> "Options":
+    def resolve_batch_size(self, count: int, what: str = "processes") -> "Options":
         """Return the options with the global batch size for `count` devices, or for one if there are none.
 
         With --batch-size-per-gpu the global size is unknown until then.
@@ -268,7 +380,7 @@ def in_words(settings: dict[str, object]) -> str:
     return " ".join(name if value is True else f"{name}={value}" for name, value in said.items())
 
 
-def parse(
+def parse_options(
     description: str, arguments: list[str] | None = None, known_only: bool = False, **added: Field
 ) -> Options:
     """Read the command line; with `known_only`, unknown options are ignored.
@@ -332,7 +444,7 @@ def check_sizes(options: Options, available: int | None, ranks: int = 1) -> None
     if options.batch_size is None:
         raise UserError(
             "this script takes no --batch-size-per-gpu: give --batch-size, or have the script call "
-            "opts.for_devices, as the stages do."
+            "opts.resolve_batch_size, as the stages do."
         )
     check_divides(options.batch_size, ranks, "processes")
     size = 0 if available == 0 else options.train_size or available

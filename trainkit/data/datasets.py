@@ -18,7 +18,7 @@ MEAN, STD = 0.1307, 0.3081  # of all pixels of the MNIST training images, scaled
 
 
 @dataclass(frozen=True)
-class Split:
+class InMemoryDataset:
     """One part of a data set, for training or for testing; row i of `inputs` belongs to `targets[i]`.
 
     `name` is the data set's name in the record. `prepare` turns a batch of inputs, on the device, into
@@ -39,7 +39,7 @@ class Split:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def first(self, n: int) -> "Split":
+    def first(self, n: int) -> "InMemoryDataset":
         """Return the first `n` samples."""
         return replace(self, inputs=self.inputs[:n], targets=self.targets[:n])
 
@@ -50,7 +50,7 @@ class Split:
         return self.prepare(self.inputs[index : index + 1])[0], self.targets[index]
 
 
-def load(dataset: str, data_dir: Path) -> tuple[Split, Split]:
+def load_dataset(dataset: str, data_dir: Path) -> tuple[InMemoryDataset, InMemoryDataset]:
     """Return the training split (60,000 images) and the test split (10,000) of one of `staging.DATASETS`.
 
     Images are uint8 (n, 1, 28, 28), labels int64 (n,).
@@ -64,8 +64,11 @@ def load(dataset: str, data_dir: Path) -> tuple[Split, Split]:
         parts = synthetic.digits(60_000, seed=1), synthetic.digits(10_000, seed=2)
     else:
         parts = _tensors(files, "train"), _tensors(files, "t10k")
-    train, test = (Split(dataset, *part, normalize, normalize_one) for part in parts)
-    return train, test
+    train_set, test_set = (
+        InMemoryDataset(dataset, inputs, targets, prepare=normalize, prepare_one=normalize_one)
+        for inputs, targets in parts
+    )
+    return train_set, test_set
 
 
 def _tensors(files: dict[str, bytearray], part: str) -> tuple[torch.Tensor, torch.Tensor]:

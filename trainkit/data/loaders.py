@@ -12,47 +12,94 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from trainkit.config.options import Options, check_sizes
-from trainkit.data.datasets import Split
+from trainkit.data.datasets import InMemoryDataset
 from trainkit.devices import accelerator_of
 from trainkit.distributed import process_group
+from trainkit.distributed.launchers import DistEnv
 from trainkit.errors import UserError, first_line
 from trainkit.signals import STOP_SIGNALS
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # or what a collate_fn makes
-Data = Split | Dataset  # any with a length and samples by number
-# Images per evaluation step without --test-batch-size: between small steps a GPU would wait.
+Data = InMemoryDataset | Dataset  # any with a length and samples by number
 LONGEST_TMPDIR_BYTES = 75
 
 
-def training(
-    split: Data, options: Options, device: torch.device, rank: int = 0, world_size: int = 1, **loader: object
+class BatchTransform(Protocol):
+    """A change of whole batches during training, such as augmentation; the same on all ranks.
+
+    What is random in it is drawn for all steps of an epoch at once, so that N ranks, and a training that was
+    stopped, change their batches as one process in one go does.
+    """
+
+    def draw(self, steps: int, generator: torch.Generator) -> Sequence[object]:
+        """Return what is random, for each step of an epoch."""
+
+    def __call__(self, inputs: torch.Tensor, drawn: object) -> torch.Tensor:
+        """Return the inputs of a batch, changed as `drawn` for its step."""
+
+
+class RandomShift:
+    """Shifts all images of a batch by the same offset, at most one pixel down and right: a BatchTransform.
+
+    Pixels that leave at one edge come in at the other: nearly always background.
+    """
+
+    def draw(self, steps: int, generator: torch.Generator) -> list[tuple[int, int]]:
+        offsets = torch.randint(-1, 2, (steps, 2), generator=generator)
+        return [tuple(offset) for offset in offsets.tolist()]
+
+    def __call__(self, inputs: torch.Tensor, drawn: tuple[int, int]) -> torch.Tensor:
+        return inputs.roll(drawn, dims=(2, 3)) if any(drawn) else inputs
+
+
+def augmentation(options: Options) -> BatchTransform | None:
+    """Return how `--recipe` changes training images: shifted in recipe fast, not at all in the others."""
+    return RandomShift() if options.recipe == "fast" else None
+
+
+def train_loader(
+    dataset: Data,
+    options: Options,
+    dist_env: DistEnv,
+    transform: BatchTransform | None = None,
+    **dataloader_arguments: object,
 ) -> "Batches":
     """Return the training batches of this rank, in a new order every epoch; the last partial one is dropped.
 
-    A Dataset is read by torch's DataLoader, which gets the arguments in `loader`, such as a `collate_fn`.
+    Args:
+        transform: changes each batch.
+        dataloader_arguments: for torch's DataLoader, which reads a Dataset, such as a `collate_fn`.
 
     Raises:
         UserError: if the global batch does not divide among the ranks or exceeds the data set, a Dataset
             comes without --loader workers.
     """
-    check_sizes(options, len(split), world_size)
-    size = options.batch_size if options.dry_run else options.train_size or len(split)
-    split = _first(split, size)
-    order = DistributedBatchSampler(len(split), options.batch_size, options.seed, rank, world_size, size)
-    return _make_batches(split, order, options, device, **loader)
+    check_sizes(options, len(dataset), dist_env.world_size)
+    samples_per_epoch = options.batch_size if options.dry_run else options.train_size or len(dataset)
+    dataset = _first(dataset, samples_per_epoch)
+    order = DistributedBatchSampler(
+        len(dataset),
+        options.batch_size,
+        seed=options.seed,
+        rank=dist_env.rank,
+        world_size=dist_env.world_size,
+        size=samples_per_epoch,
+    )
+    return _make_batches(dataset, order, options, dist_env.device, transform, **dataloader_arguments)
 
 
-def without(split: Data, n: int) -> tuple[Data, Data]:
+def hold_out(dataset: Data, n: int) -> tuple[Data, Data]:
     """Return a training set without `n` of its samples, and these: the same ones in every run.
 
     They are from all over the set, to validate on.
@@ -60,29 +107,35 @@ def without(split: Data, n: int) -> tuple[Data, Data]:
     Raises:
         UserError: if none is left to train on.
     """
-    if n >= len(split):
-        raise UserError(f"{n} samples to validate on leave none of the {len(split)} to train on: take fewer.")
-    order = torch.randperm(len(split), generator=generator(0, 0))
-    parts = [part.sort().values for part in (order[n:], order[:n])]
-    if isinstance(split, Split):
-        return tuple(replace(split, inputs=split.inputs[own], targets=split.targets[own]) for own in parts)
-    return tuple(Subset(split, own.tolist()) for own in parts)
+    if n >= len(dataset):
+        raise UserError(
+            f"{n} samples to validate on leave none of the {len(dataset)} to train on: take fewer."
+        )
+    order = torch.randperm(len(dataset), generator=generator(0, 0))
+    remaining = _subset(dataset, order[n:].sort().values)
+    held_out = _subset(dataset, order[:n].sort().values)
+    return remaining, held_out
 
 
-def testing(
-    split: Data, options: Options, device: torch.device, rank: int = 0, world_size: int = 1, **loader: object
+def eval_loader(
+    dataset: Data, options: Options, dist_env: DistEnv, **dataloader_arguments: object
 ) -> "Batches":
     """Return this rank's share of the test set, every sample once on exactly one rank: no padding.
 
     Raises:
         UserError: if there are fewer samples than --test-size, or a Dataset comes without --loader workers.
     """
-    if (size := options.test_size or 1) > len(split):
-        raise UserError(f"--test-size {size} is more than the {len(split)} test images: lower it.")
-    batch = options.test_batch_size or accelerator_of(device).eval_batch_size
-    split = _first(split, batch * world_size if options.dry_run else options.test_size or len(split))
-    order = UnpaddedTestSampler(len(split), batch, rank, world_size)
-    return _make_batches(split, order, options, device, **loader)
+    if options.test_size and options.test_size > len(dataset):
+        raise UserError(
+            f"--test-size {options.test_size} is more than the {len(dataset)} test images: lower it."
+        )
+    batch_size = options.test_batch_size or accelerator_of(dist_env.device).eval_batch_size
+    samples = options.test_size or len(dataset)
+    if options.dry_run:
+        samples = batch_size * dist_env.world_size
+    dataset = _first(dataset, samples)
+    order = UnpaddedEvalSampler(len(dataset), batch_size, rank=dist_env.rank, world_size=dist_env.world_size)
+    return _make_batches(dataset, order, options, dist_env.device, transform=None, **dataloader_arguments)
 
 
 class RankSampler(Sampler[list[int]]):
@@ -133,13 +186,11 @@ class DistributedBatchSampler(RankSampler):
         return steps[:, start : start + self.step_size].flatten()
 
 
-class UnpaddedTestSampler(RankSampler):
+class UnpaddedEvalSampler(RankSampler):
     """This rank's contiguous share of the test set, in order, in as many steps as every other rank's.
 
     So the ranks can exchange data in each step. A rank with fewer samples than steps takes one per step.
     """
-
-    __test__ = False  # its name looks like a test case to pytest
 
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         self.first, self.last = size * rank // world_size, size * (rank + 1) // world_size
@@ -155,7 +206,7 @@ class UnpaddedTestSampler(RankSampler):
         yield from self.indices().to(device).tensor_split(max(len(self), 1))[self.first_step : len(self)]
 
 
-class WithNumbers(Sampler[tuple[str, list[int]]]):
+class WithSeeds(Sampler[tuple[str, list[int]]]):
     """The steps of `order`, each with what its random numbers come from.
 
     These are the same wherever the training began, and whichever process reads the samples.
@@ -172,8 +223,8 @@ class WithNumbers(Sampler[tuple[str, list[int]]]):
             yield f"seed {self.seed}, rank {self.rank}, epoch {self.order.epoch}, step {step}", indices
 
 
-class OfTheStep(Dataset):
-    """The `samples` as a loader process reads them: step by step, with the random numbers of `WithNumbers`.
+class SeededByStep(Dataset):
+    """The `samples` as a loader process reads them: step by step, with the random numbers of `WithSeeds`.
 
     PyTorch seeds such a process once, so in a training that goes on it would begin again with the numbers of
     the first epoch. The step's numbers are those of PyTorch, of Python's `random` and of NumPy.
@@ -204,15 +255,19 @@ def generator(seed: int, epoch: int) -> torch.Generator:
 
 
 class Batches:
-    """Batches on `device`: (n, ...) inputs, prepared by `split.prepare`, and their (n, ...) targets.
+    """Batches on `device`: (n, ...) inputs, prepared by the data set's `prepare`, and their (n, ...) targets.
 
     For MNIST: normalised float32 images (n, 1, 28, 28), channels_last, and int64 labels (n,).
     `len()` is the number of steps in an epoch; `set_epoch` sets the order of the next loop,
     and the step at which it begins: 0, unless an earlier process has done the first steps.
     """
 
-    def __init__(self, split: Split, order: RankSampler, device: torch.device, shift: bool) -> None:
-        self.split, self.order, self.device, self.shift = split, order, device, shift
+    def __init__(
+        self, order: RankSampler, device: torch.device, transform: BatchTransform | None = None
+    ) -> None:
+        self.order = order
+        self.device = device
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.order)
@@ -220,28 +275,38 @@ class Batches:
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         self.order.epoch, self.order.first_step = epoch, first_step
 
-    def _offsets(self) -> list[tuple[int, int]]:
-        """Return for every step the shift of its images, down and right: at most one pixel."""
-        first = self.order.first_step
-        if not self.shift:
-            return [(0, 0)] * (len(self) - first)
-        random = generator(self.order.seed, self.order.epoch)
-        pairs = torch.randint(-1, 2, (len(self), 2), generator=random)[first:]
-        return [tuple(pair) for pair in pairs.tolist()]
+    def _drawn(self) -> Sequence[object]:
+        """Return what the transform has drawn for every step that remains; None for each without one."""
+        first_step = self.order.first_step
+        if self.transform is None:
+            return [None] * (len(self) - first_step)
+        drawn = self.transform.draw(len(self), generator(self.order.seed, self.order.epoch))
+        return drawn[first_step:]
+
+    def _transformed(self, inputs: torch.Tensor, drawn: object) -> torch.Tensor:
+        return inputs if self.transform is None else self.transform(inputs, drawn)
 
 
 class ResidentBatches(Batches):
     """The data set is kept on the device in its raw form (MNIST: 47 MB of bytes), and each batch is
     prepared there."""
 
-    def __init__(self, split: Split, order: RankSampler, device: torch.device, shift: bool) -> None:
-        super().__init__(split, order, device, shift)
-        self.inputs, self.targets = split.inputs.to(device), split.targets.to(device)
+    def __init__(
+        self,
+        dataset: InMemoryDataset,
+        order: RankSampler,
+        device: torch.device,
+        transform: BatchTransform | None = None,
+    ) -> None:
+        super().__init__(order, device, transform)
+        self.prepare = dataset.prepare
+        self.inputs = dataset.inputs.to(device)
+        self.targets = dataset.targets.to(device)
 
     def __iter__(self) -> Iterator[Batch]:
-        for indices, offset in zip(self.order.steps(self.device), self._offsets(), strict=True):
-            inputs = _shifted(self.inputs[indices], offset)
-            yield self.split.prepare(inputs), self.targets[indices]
+        for indices, drawn in zip(self.order.steps(self.device), self._drawn(), strict=True):
+            inputs = self._transformed(self.inputs[indices], drawn)
+            yield self.prepare(inputs), self.targets[indices]
 
 
 class WorkerBatches(Batches):
@@ -253,28 +318,32 @@ class WorkerBatches(Batches):
 
     def __init__(
         self,
-        split: Data,
+        dataset: Data,
         order: RankSampler,
         device: torch.device,
-        shift: bool,
+        transform: BatchTransform | None = None,
+        *,
         seed: int,
-        **loader: object,
+        num_workers: int = 0,
+        **dataloader_arguments: object,
     ) -> None:
-        super().__init__(split, order, device, shift)
-        num_workers = loader["num_workers"]
+        super().__init__(order, device, transform)
         # The name of a socket has at most 107 bytes, and multiprocessing adds up to 32 to that of the folder.
         # With a longer one the training waits for its first batch for ever (github.com/riga/law/issues/184).
         if num_workers and len(os.fsencode(gettempdir())) > LONGEST_TMPDIR_BYTES:
             raise UserError(f"TMPDIR is too long for --loader workers ({gettempdir()}): export TMPDIR=/tmp.")
-        in_workers = OfTheStep(split), WithNumbers(order, seed, process_group.rank())
-        samples, steps = in_workers if num_workers else (split, order)
+        batch_sampler = order
+        if num_workers:
+            dataset = SeededByStep(dataset)
+            batch_sampler = WithSeeds(order, seed, process_group.rank())
         self.loader = DataLoader(
-            samples,
-            batch_sampler=steps,
+            dataset,
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
             persistent_workers=num_workers > 0,
             worker_init_fn=_obey_the_parent,
             pin_memory=accelerator_of(device).has_own_memory,
-            **loader,
+            **dataloader_arguments,
         )
         # Fork now, before the training: later a thread of the process group could be about to enter Python
         # at the fork, and in Python 3.11 the new process would then wait for it forever.
@@ -306,9 +375,12 @@ class WorkerBatches(Batches):
 
     def __iter__(self) -> Iterator[Batch]:
         try:
-            for batch, offset in zip(self._samples(), self._offsets(), strict=True):
-                batch = _on(self.device, batch)
-                yield (_shifted(batch[0], offset), *batch[1:]) if any(offset) else batch
+            for batch, drawn in zip(self._samples(), self._drawn(), strict=True):
+                batch = _to_device(batch, self.device)
+                if self.transform is not None:
+                    inputs, *others = batch
+                    batch = (self.transform(inputs, drawn), *others)
+                yield batch
         except (RuntimeError, ConnectionError, FileNotFoundError, EOFError) as error:
             # Samples are fetched from the process that made them, which may die meanwhile.
             died = "exited unexpectedly" in str(error) or not isinstance(error, RuntimeError)
@@ -337,43 +409,52 @@ def _obey_the_parent(worker: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _first(split: Data, n: int) -> Data:
-    return split.first(n) if isinstance(split, Split) else Subset(split, range(min(n, len(split))))
+def _first(dataset: Data, n: int) -> Data:
+    if isinstance(dataset, InMemoryDataset):
+        return dataset.first(n)
+    return Subset(dataset, range(min(n, len(dataset))))
 
 
-def _on(device: torch.device, batch: object) -> object:
+def _subset(dataset: Data, indices: torch.Tensor) -> Data:
+    if isinstance(dataset, InMemoryDataset):
+        return replace(dataset, inputs=dataset.inputs[indices], targets=dataset.targets[indices])
+    return Subset(dataset, indices.tolist())
+
+
+def _to_device(batch: object, device: torch.device) -> object:
     """Move a batch, however it is nested, to the device."""
     if isinstance(batch, torch.Tensor):
         # Only images have a channels_last layout.
         layout = torch.channels_last if batch.ndim == 4 else torch.preserve_format
         return batch.to(device, non_blocking=True, memory_format=layout)
     if isinstance(batch, Mapping):
-        return {name: _on(device, one) for name, one in batch.items()}
+        return {name: _to_device(value, device) for name, value in batch.items()}
     if hasattr(batch, "to"):  # such as a PackedSequence, which is a tuple, too
         return batch.to(device)
-    return tuple(_on(device, one) for one in batch) if isinstance(batch, (list, tuple)) else batch
-
-
-def _shifted(images: torch.Tensor, offset: tuple[int, int]) -> torch.Tensor:
-    # Pixels that leave at one edge come in at the other: nearly always background.
-    return images.roll(offset, dims=(2, 3)) if any(offset) else images
+    if isinstance(batch, (list, tuple)):
+        return tuple(_to_device(part, device) for part in batch)
+    return batch
 
 
 def _make_batches(
-    split: Data, order: RankSampler, options: Options, device: torch.device, **loader: object
+    dataset: Data,
+    order: RankSampler,
+    options: Options,
+    device: torch.device,
+    transform: BatchTransform | None,
+    **dataloader_arguments: object,
 ) -> Batches:
-    images = isinstance(split, Split) and split.inputs.ndim == 4
-    shift = options.recipe == "fast" and isinstance(order, DistributedBatchSampler) and images
     if options.loader == "resident":
-        if loader or not isinstance(split, Split):
+        if dataloader_arguments or not isinstance(dataset, InMemoryDataset):
             raise UserError(
                 "--loader resident keeps tensors on the device, but these samples are read one by one: add "
                 "--loader workers, and --num-workers for processes that read."
             )
-        made = ResidentBatches(split, order, device, shift)
-    else:
-        # A separate generator, so that an epoch's start draws none of dropout's numbers.
-        own = generator(options.seed, process_group.rank())
-        loader = {"num_workers": options.num_workers, "generator": own} | loader
-        made = WorkerBatches(split, order, device, shift, options.seed, **loader)
-    return made
+        return ResidentBatches(dataset, order, device, transform)
+    # A separate generator, so that an epoch's start draws none of dropout's numbers.
+    defaults = {
+        "num_workers": options.num_workers,
+        "generator": generator(options.seed, process_group.rank()),
+    }
+    arguments = defaults | dataloader_arguments
+    return WorkerBatches(dataset, order, device, transform, seed=options.seed, **arguments)

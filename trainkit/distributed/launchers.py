@@ -30,14 +30,14 @@ LEFT_BY_LAUNCHERS = re.compile(
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of this process among all processes of the run."""
+class DistEnv:
+    """Which of the processes of a training this one is."""
 
     rank: int = 0  # over all processes
     local_rank: int = 0  # over those of this node
-    size: int = 1  # the number of processes, or world size
-    local_size: int = 1  # the number of them on this node
-    nodes: int = 1
+    world_size: int = 1  # the number of processes
+    local_world_size: int = 1  # the number of them on this node
+    num_nodes: int = 1
     launcher: str = "python"  # the name of one of LAUNCHERS
     device: "torch.device | None" = None  # before it is chosen
 
@@ -430,8 +430,8 @@ def rank_of(environ: Mapping[str, str] = os.environ) -> str | None:
     return None
 
 
-def read() -> Place:
-    """Return the place of this process; without a launcher's variables it is the only one.
+def read() -> DistEnv:
+    """Return which process this is; without a launcher's variables it is the only one.
 
     Sets MASTER_ADDR and MASTER_PORT, where PyTorch looks for them, if the launcher leaves that to its ranks.
 
@@ -444,25 +444,25 @@ def read() -> Place:
             "srun has started this process, but the container does not pass on the variables of Slurm, such "
             "as SLURM_PROCID: correct SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh."
         )
-    place = Place(
-        size=launcher.world_size(),
+    dist_env = DistEnv(
+        world_size=launcher.world_size(),
         rank=launcher.rank(),
         local_rank=launcher.local_rank(),
-        local_size=launcher.local_world_size(),
-        nodes=launcher.num_nodes(),
+        local_world_size=launcher.local_world_size(),
+        num_nodes=launcher.num_nodes(),
         launcher=launcher.name,
     )
     address = launcher.main_address()
-    contradicts_itself = place.rank >= place.size or place.nodes > place.size
-    if contradicts_itself or (place.size > 1 and address is None):
+    contradicts_itself = dist_env.rank >= dist_env.world_size or dist_env.num_nodes > dist_env.world_size
+    if contradicts_itself or (dist_env.world_size > 1 and address is None):
         raise ValueError(
-            f"rank {place.rank} of {place.size} on {place.nodes} node(s) cannot meet the others: "
-            f"{launcher.how_to_meet}."
+            f"rank {dist_env.rank} of {dist_env.world_size} on {dist_env.num_nodes} node(s) cannot meet the "
+            f"others: {launcher.how_to_meet}."
         )
-    if place.size > 1:
+    if dist_env.world_size > 1:
         os.environ["MASTER_ADDR"] = address.host
         os.environ["MASTER_PORT"] = address.port
-    return place
+    return dist_env
 
 
 def local_world_size_of_step(environ: Mapping[str, str], world_size: int, num_nodes: int) -> int:

@@ -1,4 +1,4 @@
-"""Join, use and leave the process group; the place and the device of this process in it."""
+"""Make, use and destroy the process group; which process of it this one is, and its device."""
 
 import atexit
 import gc
@@ -20,7 +20,7 @@ import torch.distributed.nn.functional  # imported within a group, it would keep
 from trainkit.devices import accelerator_of, card, choose_device, gpus
 from trainkit.distributed import debugging, meeting
 from trainkit.distributed import launchers as place
-from trainkit.distributed.launchers import Place
+from trainkit.distributed.launchers import DistEnv
 from trainkit.distributed.meeting import ANOTHER_PORT, DOCTOR
 from trainkit.distributed.names import Problem
 from trainkit.errors import PeerError, UserError, fail, first_line
@@ -29,29 +29,32 @@ PIECE_BYTES = 2**26  # of a large tensor that travels
 PATIENCE_SECONDS = 20  # beyond twice --timeout, for processes that do meet
 
 
-def alone(use_cuda: bool, debug_dir: Path | None = None) -> Place:
-    """Return the place of the only process, in the stages with one; `debug_dir` is as in `join`.
+def init_single_process(*, use_gpu: bool, debug_dir: Path | None = None) -> DistEnv:
+    """Return the only process, in the stages with one; `debug_dir` is as in `init_distributed`.
 
     Raises:
         UserError: if a launcher started several processes: each would train the whole model.
     """
-    here = _place()
+    dist_env = _read_env()
     # In a batch script this process is the whole job; in an srun step only part of the step.
-    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1") if here.launcher == "python" else str(here.nodes)
-    if here.size > 1 or nodes != "1":
+    nodes = str(dist_env.num_nodes)
+    if dist_env.launcher == "python":
+        nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if dist_env.world_size > 1 or nodes != "1":
         raise UserError(
-            f"this stage is one process on one node, but this job has {here.size} process(es) "
+            f"this stage is one process on one node, but this job has {dist_env.world_size} process(es) "
             f"on {nodes} node(s): ask for one task (--nodes=1 --ntasks=1), or use stage 03, "
             "03_multigpu_ddp/mnist_ddp.py."
         )
-    here = _with_device(here, use_cuda, debug_dir, every=60)
-    return _settled(here, debug_dir)
+    dist_env = _with_device(dist_env, use_gpu, debug_dir, every=60)
+    _introduce(dist_env, debug_dir)
+    return dist_env
 
 
-def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
+def init_distributed(*, use_gpu: bool, timeout_seconds: int, debug_dir: Path | None = None) -> DistEnv:
     """Meet the other processes: nccl between GPUs, gloo between CPUs.
 
-    A rank that waits for a peer longer than `timeout` seconds gives up, so a job with a lost or hanging
+    A rank that waits for a peer longer than `timeout_seconds` gives up, so a job with a lost or hanging
     rank ends instead of holding its GPUs until the time limit. With a `debug_dir` every rank
     logs where it is (see debugging.py).
 
@@ -60,71 +63,68 @@ def join(use_cuda: bool, timeout: int, debug_dir: Path | None = None) -> Place:
             or the ranks, or NCCL, cannot connect.
     """
     # A rank logs where it is twice before the others give up on it.
-    here = _with_device(_place(), use_cuda, debug_dir, every=timeout / 2)
-    _meet(here, timedelta(seconds=timeout))
+    dist_env = _with_device(_read_env(), use_gpu, debug_dir, every=timeout_seconds / 2)
+    _meet(dist_env, timedelta(seconds=timeout_seconds))
     if not place.launcher_of().tells_num_nodes:
         nodes = gather(place.node())
-        here = replace(here, nodes=len({*nodes}), local_size=nodes.count(place.node()))
-    return _settled(here, debug_dir)
+        dist_env = replace(dist_env, num_nodes=len({*nodes}), local_world_size=nodes.count(place.node()))
+    _introduce(dist_env, debug_dir)
+    return dist_env
 
 
-def joined(device: torch.device) -> Place:
-    """Return the place of this process in a process group that other code has made.
+def read_distributed(device: torch.device) -> DistEnv:
+    """Return which process this is, in a process group that other code has made.
 
     Raises:
         UserError: if a launcher started several processes, and there is no group yet, or one for each.
     """
     try:
-        here = place.read()
+        dist_env = place.read()
     except ValueError as error:
         if count() == 1:
             raise UserError(str(error)) from None
-        here = Place()  # they have met in another way, and the group knows who they are
-    if here.size > 1 and not dist.is_initialized():
+        dist_env = DistEnv()  # they have met in another way, and the group knows who they are
+    if dist_env.world_size > 1 and not dist.is_initialized():
         raise UserError(
-            f"this is one of {here.size} processes, and there is no process group yet: call "
+            f"this is one of {dist_env.world_size} processes, and there is no process group yet: call "
             "torch.distributed.init_process_group first, or what calls it for you, such as Accelerator()."
         )
-    if here.size > 1 and count() == 1:
+    if dist_env.world_size > 1 and count() == 1:
         raise UserError(
-            f"this is one of {here.size} processes, and its process group has only itself: each would train "
-            "alone. Take rank and world size from the variables RANK and WORLD_SIZE."
+            f"this is one of {dist_env.world_size} processes, and its process group has only itself: each "
+            "would train alone. Take rank and world size from the variables RANK and WORLD_SIZE."
         )
-    nodes = max(here.nodes, len({*gather(platform.node())}))
-    return replace(here, rank=rank(), size=count(), nodes=nodes, device=device)
+    nodes = max(dist_env.num_nodes, len({*gather(platform.node())}))
+    return replace(dist_env, rank=rank(), world_size=count(), num_nodes=nodes, device=device)
 
 
-def _place() -> Place:
+def _read_env() -> DistEnv:
     try:
         return place.read()
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
-def _with_device(here: Place, use_cuda: bool, debug_dir: Path | None, every: float) -> Place:
+def _with_device(dist_env: DistEnv, use_gpu: bool, debug_dir: Path | None, every: float) -> DistEnv:
     if debug_dir:
-        debugging.begin(debug_dir, here.rank, here.size, every)
-    return replace(here, device=choose_device(here, use_cuda))
+        debugging.begin(debug_dir, dist_env.rank, dist_env.world_size, every)
+    return replace(dist_env, device=choose_device(dist_env, use_gpu))
 
 
-def _settled(here: Place, debug_dir: Path | None) -> Place:
-    from trainkit.tuning import tune_process  # which uses this module
-
-    tune_process(here)
+def _introduce(dist_env: DistEnv, debug_dir: Path | None) -> None:
     if debug_dir:
-        debugging.introduce(debug_dir, here.rank, here.device, gather)
-    return here
+        debugging.introduce(debug_dir, dist_env.rank, dist_env.device, gather)
 
 
-def _meet(here: Place, timeout: timedelta) -> None:
+def _meet(dist_env: DistEnv, timeout: timedelta) -> None:
     """Find the others through the store of rank 0, or torchrun, and make the process group."""
-    accelerator = accelerator_of(here.device)
-    own_card = card(here.device)
+    accelerator = accelerator_of(dist_env.device)
+    own_card = card(dist_env.device)
     store = dist.HashStore()
-    if here.size > 1:
-        store = _reach_store(here, timeout)
-        _await_all(store, here, own_card, timeout)
-    _refuse_shared_card(store, here, own_card)
+    if dist_env.world_size > 1:
+        store = _reach_store(dist_env, timeout)
+        _await_all(store, dist_env, own_card, timeout)
+    _refuse_shared_card(store, dist_env, own_card)
     unable = "the ranks could not connect to each other"
     what_to_do = f"set SITE_NETWORK_INTERFACE in slurm/site.sh to the network between the nodes; {DOCTOR}."
     with _at_most(timeout, f"{unable} (no answer): {what_to_do}"):
@@ -132,19 +132,19 @@ def _meet(here: Place, timeout: timedelta) -> None:
             dist.init_process_group(
                 backend=accelerator.backend,
                 store=store,
-                rank=here.rank,
-                world_size=here.size,
+                rank=dist_env.rank,
+                world_size=dist_env.world_size,
                 timeout=timeout,
-                **accelerator.group_settings(here.device),
+                **accelerator.group_settings(dist_env.device),
             )
         except (RuntimeError, ValueError) as error:
-            cause = meeting.not_connected(gloo=accelerator.backend == "gloo", nodes=here.nodes)
+            cause = meeting.not_connected(gloo=accelerator.backend == "gloo", nodes=dist_env.num_nodes)
             if cause:
                 raise UserError(f"{unable}: {cause.what}: {cause.fix}.") from None
             raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
 
 
-def _reach_store(here: Place, timeout: timedelta) -> dist.Store:
+def _reach_store(dist_env: DistEnv, timeout: timedelta) -> dist.Store:
     """Return the store that rank 0, or torchrun, opens for all ranks.
 
     Raises:
@@ -152,46 +152,46 @@ def _reach_store(here: Place, timeout: timedelta) -> dist.Store:
     """
     silent = Problem("what answers there says nothing: another program has the port", ANOTHER_PORT)
     # PyTorch asks a silent server again and again, each time for the whole timeout.
-    with _at_most(timeout, str(_could_not_meet(here, silent))):
+    with _at_most(timeout, str(_could_not_meet(dist_env, silent))):
         try:
             # Of 1 process, so that rank 0 does not wait here for the others: PyTorch would tell how many
             # have not come, and not which.
-            store, _, _ = next(dist.rendezvous("env://", here.rank, 1, timeout=timeout))
+            store, _, _ = next(dist.rendezvous("env://", dist_env.rank, 1, timeout=timeout))
         except ValueError as error:
             cause = Problem(first_line(error), "correct MASTER_PORT")
-            raise _could_not_meet(here, cause) from None
+            raise _could_not_meet(dist_env, cause) from None
         except RuntimeError as error:
             master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            cause = meeting.no_store(master, port, opens_it=here.rank == 0, error=error)
-            raise _could_not_meet(here, cause) from None
+            cause = meeting.no_store(master, port, opens_it=dist_env.rank == 0, error=error)
+            raise _could_not_meet(dist_env, cause) from None
     return store
 
 
-def _await_all(store: dist.Store, here: Place, own_card: str, timeout: timedelta) -> None:
+def _await_all(store: dist.Store, dist_env: DistEnv, own_card: str, timeout: timedelta) -> None:
     """Wait until all ranks of this training have come to the store, each with the name of its card.
 
     Raises:
         UserError: if one does not come, or the store is of another training.
         PeerError: if rank 0 has not waited as long as this rank.
     """
-    keys = {rank: _roll_key(rank) for rank in range(here.size)}
-    if here.rank == 0:
-        store.set("training", _training(here))
+    keys = {rank: _roll_key(rank) for rank in range(dist_env.world_size)}
+    if dist_env.rank == 0:
+        store.set("training", _training(dist_env))
     try:
-        _refuse_foreign(store, here, timeout)
-        store.set(keys[here.rank], own_card)
+        _refuse_foreign(store, dist_env, timeout)
+        store.set(keys[dist_env.rank], own_card)
         store.wait(list(keys.values()), timeout)
     except RuntimeError:
         try:
-            missing = [rank for rank, key in keys.items() if rank != here.rank and not store.check([key])]
+            missing = [rank for rank, key in keys.items() if rank != dist_env.rank and not store.check([key])]
         except RuntimeError:  # the store is gone, with rank 0
             raise PeerError("rank 0 has left before all ranks had come: see its error.") from None
-        raise _could_not_meet(here, meeting.missing(missing)) from None
+        raise _could_not_meet(dist_env, meeting.missing(missing)) from None
 
 
-def _refuse_foreign(store: dist.Store, here: Place, timeout: timedelta) -> None:
+def _refuse_foreign(store: dist.Store, dist_env: DistEnv, timeout: timedelta) -> None:
     """Raise a UserError if the store is not that of this training: rank 0 says there which it is."""
-    own = _training(here)
+    own = _training(dist_env)
     try:
         store.wait(["training"], timeout)
     except RuntimeError:
@@ -199,10 +199,10 @@ def _refuse_foreign(store: dist.Store, here: Place, timeout: timedelta) -> None:
             cause = meeting.missing([0])
         else:
             cause = meeting.foreign(own=own, other="one that does not use trainkit")
-        raise _could_not_meet(here, cause) from None
+        raise _could_not_meet(dist_env, cause) from None
     other = store.get("training").decode()
     if other != own:
-        raise _could_not_meet(here, meeting.foreign(own=own, other=other))
+        raise _could_not_meet(dist_env, meeting.foreign(own=own, other=other))
 
 
 def _roll_key(rank: int) -> str:
@@ -210,19 +210,19 @@ def _roll_key(rank: int) -> str:
     return f"card of {rank}"
 
 
-def _training(here: Place) -> str:
+def _training(dist_env: DistEnv) -> str:
     """Return words by which the ranks of one training know each other; they are the same on all of them."""
-    words = [place.launcher_of().training_id(), f"{here.size} processes"]
+    words = [place.launcher_of().training_id(), f"{dist_env.world_size} processes"]
     return ", ".join(filter(None, words))
 
 
-def _refuse_shared_card(store: dist.Store, here: Place, own_card: str) -> None:
+def _refuse_shared_card(store: dist.Store, dist_env: DistEnv, own_card: str) -> None:
     """Raise a UserError if another rank has the same card, which NCCL does not allow."""
-    for other in range(here.rank) if own_card else ():
+    for other in range(dist_env.rank) if own_card else ():
         if store.get(_roll_key(other)).decode() == own_card:
             raise UserError(
-                f"rank {here.rank} has the GPU of rank {other}, or a slice (MIG) of its card "
-                f"({here.local_size} processes on {platform.node()}, {len(gpus())} visible GPU(s), "
+                f"rank {dist_env.rank} has the GPU of rank {other}, or a slice (MIG) of its card "
+                f"({dist_env.local_world_size} processes on {platform.node()}, {len(gpus())} visible GPU(s), "
                 f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(unset)')}): start one "
                 "process per GPU (--ntasks-per-node equal to --gpus-per-node), without "
                 "--gpu-bind=closest, and on one slice of each card only, or add --no-cuda."
@@ -244,8 +244,8 @@ def _at_most(timeout: timedelta, sentence: str) -> Iterator[None]:
         watch.cancel()
 
 
-def _could_not_meet(here: Place, cause: Problem) -> UserError:
-    unable = f"the {here.size} processes could not meet at {_store_address()}"
+def _could_not_meet(dist_env: DistEnv, cause: Problem) -> UserError:
+    unable = f"the {dist_env.world_size} processes could not meet at {_store_address()}"
     return UserError(f"{unable}: {cause.what}: {cause.fix}.")
 
 
@@ -253,7 +253,7 @@ def _store_address() -> str:
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
-def leave() -> None:
+def destroy_distributed() -> None:
     """Wait for the others and close the process group; do nothing for one process.
 
     The group's threads end with its last user, such as DistributedDataParallel, and that has to be before

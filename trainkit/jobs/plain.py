@@ -23,11 +23,11 @@ from trainkit.signals import STOP_SIGNALS
 def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn:
     """Run the script in place of this process, or with `noted` in a child, whose exit code is noted."""
     try:
-        here = place.read()
+        dist_env = place.read()
     except ValueError as error:
         errors.fail(str(error))
-    variables = {"RANK": here.rank, "LOCAL_RANK": here.local_rank}
-    variables |= {"WORLD_SIZE": here.size, "LOCAL_WORLD_SIZE": here.local_size}
+    variables = {"RANK": dist_env.rank, "LOCAL_RANK": dist_env.local_rank}
+    variables |= {"WORLD_SIZE": dist_env.world_size, "LOCAL_WORLD_SIZE": dist_env.local_world_size}
     os.environ |= {name: str(value) for name, value in variables.items()}
     os.environ.pop("PYTHONSAFEPATH", None)  # by slurm/job_env.sh: the script has modules beside it
     job_folder.note("started")
@@ -42,7 +42,7 @@ def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn
         signal.signal(number, lambda number, _: child.send_signal(number))
     code = child.wait()
     how = job_folder.died_of(-code) if code < 0 else f"ended with exit code {code}"
-    job_folder.note("failed" if code else "finished", f"rank {here.rank} {how}" if code else "")
+    job_folder.note("failed" if code else "finished", f"rank {dist_env.rank} {how}" if code else "")
     code = code if code >= 0 else 128 - code
     sys.exit(1 if code == 144 else code)  # by 144 submitit would start the job again
 

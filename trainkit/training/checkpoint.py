@@ -1,9 +1,9 @@
 """Save the state of the training, resume from it later, and stop when Slurm asks.
 
 A checkpoint is one file, `epoch-E-step-S.pt`, made before step S (counted from 0) of epoch E; `Checkpoint`
-says what is in it. `Checkpoints` saves one after every epoch, within an epoch every --checkpoint-minutes, and
-when a signal stops the training. The two newest are kept: if the last one is damaged, a resume takes the one
-before it.
+says what is in it. `Checkpointer` saves one after every epoch, within an epoch every --checkpoint-minutes,
+and when a signal stops the training. The two newest are kept: if the last one is damaged, a resume takes the
+one before it.
 """
 
 import io
@@ -31,18 +31,17 @@ from trainkit.signals import STOP_SIGNALS, hear_stop
 from trainkit.training import identity
 from trainkit.training.evaluation import PartialEpoch, diverged
 from trainkit.training.model import class_name, unwrapped
-from trainkit.training.precision import precision_of, set_precision
 from trainkit.training.state_file import fitting, load_parts, load_verified, refuse_shares, save, write
 
 if TYPE_CHECKING:
     from trainkit.training.sharded import Sharded
 
-VERSION = 3  # of the fields of Checkpoint
+VERSION = 4  # of the fields of Checkpoint
 KEPT = 2  # checkpoints
 LOCK = ".lock"
 NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.pt")
 # The names of the parts that every training has. Run refuses them as names of the script's own parts.
-ALWAYS_THERE = ("model", "optimizer", "schedule", "stopping")
+ALWAYS_THERE = ("model", "optimizer", "lr_scheduler", "early_stopping")
 
 
 @dataclass
@@ -51,14 +50,15 @@ class Checkpoint:
 
     epoch: int  # the epoch to go on with, counted from 1
     partial_epoch: dict[str, object] | None  # the fields of PartialEpoch, if it was saved within that epoch
-    # The state_dict of each part by its name: the network without wrappers, the optimizer, the schedule, and
-    # what else the script keeps. A network that is split over the ranks is whole in it.
+    # The state_dict of each part by its name: the network without wrappers, the optimizer, the lr_scheduler,
+    # and what else the script keeps. A network that is split over the ranks is whole in it.
     parts: dict[str, dict[str, object]]
     split: bool  # the states of network and optimizer are those of Sharded, keyed by the names of the weights
-    each_rank: list[torch.Tensor] | None  # of each rank what the script keeps for it, as bytes of torch.save
-    random_numbers: list[list[torch.Tensor]]  # of each rank the states of its generators
-    training: dict[str, object]  # what makes another training: see Checkpoints._describe_training
-    precision: str  # that "--precision auto" has chosen
+    per_rank_state: (
+        list[torch.Tensor] | None
+    )  # of each rank what the script keeps for it, as bytes of torch.save
+    rng_states: list[list[torch.Tensor]]  # of each rank the states of its generators
+    training: dict[str, object]  # what makes another training: see Checkpointer._describe_training
     record: dict[str, object]  # what the record of the next start has to know of this one's
     version: int = VERSION
 
@@ -70,16 +70,15 @@ class Newest(NamedTuple):
     checkpoint: Checkpoint
 
 
-class Checkpoints:
+class Checkpointer:
     """The checkpoints of one run, in `--checkpoint-dir`; without that option nothing is saved.
 
-    Every rank creates one and calls its methods at the same points. With `--resume auto` it loads the newest
-    checkpoint into `model`, `parts`, `each_rank` (by name; each has a state_dict) and `record`, which only
-    rank 0 has. From then on the signals USR2 and SIGTERM mean: save at the next step and stop.
+    Every rank creates one and calls its methods at the same points. It saves `model`, `parts`,
+    `per_rank_state` (by name; each has a state_dict) and `record`, which only rank 0 has. From then on the
+    signals USR2 and SIGTERM mean: save at the next step and stop.
 
     Raises:
-        UserError: if the folder cannot be written to, is another run's, holds another training, or
-            no checkpoint in it can be read.
+        UserError: if the folder cannot be written to, or is another run's.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Checkpoints:
         parts: dict[str, object],
         record: RecordWriter | None,
         sharded: "Sharded | None" = None,
-        each_rank: dict[str, object] | None = None,
+        per_rank_state: dict[str, object] | None = None,
     ) -> None:
         self._options = options
         self._folder = options.checkpoint_dir
@@ -98,7 +97,7 @@ class Checkpoints:
         # Without the wrappers, so that every stage can load it.
         self._model = unwrapped(model)
         self._sharded = sharded
-        self._each_rank = each_rank or {}
+        self._per_rank_state = per_rank_state or {}
         self._parts = {"model": self._model} | parts
         # Before anything is loaded, as the optimizer and the schedule are now as the script has made them.
         self._training = self._describe_training(dataset)
@@ -110,12 +109,22 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         if self._folder:
             process_group.on_rank_0(self._open_folder)
-            self._resume()
             hear_stop(self._ask_to_stop)
         # A job blocks them until the training can handle them (slurm/job_env.sh).
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     # --- what Run asks ------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """With `--resume auto`, go on from the newest checkpoint, if there is one.
+
+        Raises:
+            UserError: if no checkpoint can be read, the newest is of another training, or one is there and
+                `--resume` was not given.
+        """
+        if self._folder:
+            process_group.on_rank_0(self._refuse_checkpoints_of_an_earlier_run)
+            self._load_newest()
 
     def epochs(self) -> range:
         """Return the epochs that remain to be trained."""
@@ -147,16 +156,16 @@ class Checkpoints:
         where = f"step {partial_epoch.steps} of epoch {epoch}" if partial_epoch else f"epoch {epoch - 1}"
         self._check_finite(where)
         # What all ranks have to give; rank 0 has the rest, and writes the file.
-        random_numbers = process_group.gather(random_states())
-        each_rank = process_group.gather(self._packed_each_rank()) if self._each_rank else None
+        rng_states = process_group.gather(random_states())
+        per_rank_state = process_group.gather(self._packed_per_rank_state()) if self._per_rank_state else None
         of_sharded = self._sharded.state_dict() if self._sharded else {}
         process_group.on_rank_0(
             lambda: self._write(
                 epoch,
                 partial_epoch,
                 of_sharded=of_sharded,
-                each_rank=each_rank,
-                random_numbers=random_numbers,
+                per_rank_state=per_rank_state,
+                rng_states=rng_states,
             )
         )
         self._saved_at = time.monotonic()
@@ -164,7 +173,7 @@ class Checkpoints:
             text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
             process_group.on_rank_0(lambda: report_stop(text, self._folder))
             # After rank 0 has saved: a rank that left earlier would end the whole job step.
-            process_group.leave()
+            process_group.destroy_distributed()
             raise Stopped(text)
         # What `epochs` and `finish` go by from now on.
         self._first_epoch = epoch
@@ -197,10 +206,10 @@ class Checkpoints:
         if not all(process_group.gather(is_finite)):
             raise diverged(f"the weights are no longer numbers after {where}")
 
-    def _packed_each_rank(self) -> torch.Tensor:
+    def _packed_per_rank_state(self) -> torch.Tensor:
         """Return this rank's own state as bytes, as its tensors may be on a device that rank 0 has not."""
         content = io.BytesIO()
-        write({name: part.state_dict() for name, part in self._each_rank.items()}, content)
+        write({name: part.state_dict() for name, part in self._per_rank_state.items()}, content)
         return torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
 
     def _write(
@@ -208,8 +217,8 @@ class Checkpoints:
         epoch: int,
         partial_epoch: PartialEpoch | None,
         of_sharded: dict[str, dict],
-        each_rank: list[torch.Tensor] | None,
-        random_numbers: list[list[torch.Tensor]],
+        per_rank_state: list[torch.Tensor] | None,
+        rng_states: list[list[torch.Tensor]],
     ) -> None:
         """Write a checkpoint, on rank 0, and remove those that are no longer needed."""
         checkpoint = Checkpoint(
@@ -217,10 +226,9 @@ class Checkpoints:
             partial_epoch=vars(partial_epoch) if partial_epoch else None,
             parts=of_sharded | {name: one.state_dict() for name, one in self._parts.items()},
             split=self._sharded is not None,
-            each_rank=each_rank,
-            random_numbers=random_numbers,
+            per_rank_state=per_rank_state,
+            rng_states=rng_states,
             training=self._training,
-            precision=precision_of(self._model),
             record=self._record.state_dict(),
         )
         refuse_shares(checkpoint.parts)
@@ -232,8 +240,6 @@ class Checkpoints:
             for old in _checkpoints(self._folder)[:-KEPT]:
                 old.unlink()
 
-    # --- resuming -----------------------------------------------------------------------------------
-
     def _open_folder(self) -> None:
         fix = "give another --checkpoint-dir."
         check_writable(self._folder, "checkpoints", fix)
@@ -241,14 +247,17 @@ class Checkpoints:
         self._lock = locked(self._folder / LOCK, held)
         for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
+
+    # --- resuming -----------------------------------------------------------------------------------
+
+    def _refuse_checkpoints_of_an_earlier_run(self) -> None:
         if _checkpoints(self._folder) and self._options.resume == "never":
             raise UserError(
                 f"{self._folder} holds the checkpoints of an earlier run: add --resume auto to go on "
                 "with it, or give another --checkpoint-dir."
             )
 
-    def _resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one."""
+    def _load_newest(self) -> None:
         # Only one rank reads the file, so that all ranks get the same one; on the others this is None.
         newest = process_group.on_rank_0(self._read_newest)
         # Of these each rank gets its own share, and none but rank 0 has all.
@@ -263,9 +272,8 @@ class Checkpoints:
             load_parts(self._parts, checkpoint.parts)
             if self._sharded:
                 self._sharded.load_state_dict(of_sharded)
-            self._load_each_rank(checkpoint.each_rank)
-        set_precision(self._model, checkpoint.precision)
-        _set_random_numbers(checkpoint.random_numbers, self._options.seed + 1000 * checkpoint.epoch)
+            self._load_per_rank_state(checkpoint.per_rank_state)
+        _set_rng_states(checkpoint.rng_states, self._options.seed + 1000 * checkpoint.epoch)
         self._first_epoch = checkpoint.epoch
         self._partial_epoch = PartialEpoch(**checkpoint.partial_epoch) if checkpoint.partial_epoch else None
         process_group.on_rank_0(lambda: self._record.load_state_dict(checkpoint.record))
@@ -278,15 +286,17 @@ class Checkpoints:
             self._check_training(newest.path, newest.checkpoint)
         return newest
 
-    def _load_each_rank(self, each_rank: list[torch.Tensor] | None) -> None:
-        if bool(self._each_rank) != bool(each_rank):
-            raise ValueError(f"it has {'a' if each_rank else 'no'} state of each rank")
-        if not each_rank:
+    def _load_per_rank_state(self, per_rank_state: list[torch.Tensor] | None) -> None:
+        if bool(self._per_rank_state) != bool(per_rank_state):
+            raise ValueError(f"it has {'a' if per_rank_state else 'no'} state of each rank")
+        if not per_rank_state:
             return
-        if len(each_rank) != process_group.count():
-            raise ValueError(f"each of its {len(each_rank)} ranks has its own state: start as many ranks")
-        content = io.BytesIO(each_rank[process_group.rank()].numpy().tobytes())
-        load_parts(self._each_rank, torch.load(content, map_location="cpu", weights_only=True))
+        if len(per_rank_state) != process_group.count():
+            raise ValueError(
+                f"each of its {len(per_rank_state)} ranks has its own state: start as many ranks"
+            )
+        content = io.BytesIO(per_rank_state[process_group.rank()].numpy().tobytes())
+        load_parts(self._per_rank_state, torch.load(content, map_location="cpu", weights_only=True))
 
     # --- which training it is -----------------------------------------------------------------------
 
@@ -305,11 +315,8 @@ class Checkpoints:
         if checkpoint.split != (self._sharded is not None):
             how = "split" if checkpoint.split else "not split"
             raise UserError(f"the network of {path} is {how} over ranks: give another --checkpoint-dir.")
-        own = dict(self._training)
-        saved = dict(checkpoint.training)
-        if self._options.precision != "auto":  # which takes what the run chose at its start
-            own["precision"] = self._options.precision
-            saved["precision"] = checkpoint.precision
+        own = self._training
+        saved = checkpoint.training
         differ = [
             f"{self._in_words(name)} {'not given' if saved.get(name) is None else saved[name]}"
             for name in own | saved
@@ -321,7 +328,7 @@ class Checkpoints:
             )
 
     def _in_words(self, name: str) -> str:
-        is_option = name == "precision" or name in self._options.shaping()
+        is_option = name in self._options.shaping()
         return f"--{name.replace('_', '-')}" if is_option else f"the {name}"
 
 
@@ -365,7 +372,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found)]
 
 
-def _set_random_numbers(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
+def _set_rng_states(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
     """Restore this rank's generators; seed new ones if the ranks or GPUs were others when they were saved."""
     rank = process_group.rank()
     ranks = process_group.count()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,11 +111,17 @@ class Stopping:
         self._best_loss = state["best_loss"]
 
 
-def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tensor]) -> Tested:
+def evaluate(
+    model: nn.Module,
+    batches: Batches,
+    loss: Callable[..., torch.Tensor],
+    autocast: AbstractContextManager | None = None,
+) -> Tested:
     """Evaluate the model on every sample of `batches` once: sum over this rank's share, then over the ranks.
 
     Args:
         loss: called as `loss(output, targets, reduction="sum")`, like those of torch.nn.functional.
+        autocast: the torch.autocast of the training step; without one the network computes as it is.
 
     Returns:
         The loss is the mean per sample. The accuracy is NaN unless the targets (n,) are class numbers.
@@ -129,8 +136,9 @@ def evaluate(model: nn.Module, batches: Batches, loss: Callable[..., torch.Tenso
     network = _without_ddp(model)
     with torch.no_grad():  # not inference_mode, which DataParallel's threads do not inherit
         for inputs, targets in batches:
-            output = network(inputs)
-            total = loss(output, targets, reduction="sum")
+            with autocast or nullcontext():
+                output = network(inputs)
+                total = loss(output, targets, reduction="sum")
             classes = not targets.is_floating_point() and targets.ndim == 1 and output.ndim == 2
             correct = output.argmax(1).eq(targets).sum() if classes else math.nan * total
             sums += torch.stack([total, correct, torch.full_like(total, len(targets))])

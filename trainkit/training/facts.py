@@ -12,28 +12,28 @@ from torch import nn
 from trainkit.devices import accelerator_of, device_name
 from trainkit.distributed import launchers as place
 from trainkit.distributed import process_group
-from trainkit.distributed.launchers import Place
+from trainkit.distributed.launchers import DistEnv
 from trainkit.training import identity
 from trainkit.training.model import class_name
 from trainkit.training.precision import precision_of
 
 
-def of_start(here: Place, model: nn.Module, dataset: str) -> dict[str, object]:
+def of_start(dist_env: DistEnv, model: nn.Module, dataset: str, precision: str) -> dict[str, object]:
     """Return the columns about this process's network, device, software and job."""
     return {
         "dataset": dataset,
         "model": class_name(model),
-        "precision": precision_of(model),
-        "device_name": device_name(here.device),
+        "precision": precision_of(model, precision),
+        "device_name": device_name(dist_env.device),
         "threads_per_worker": torch.get_num_threads(),
-        "world_size": here.size,
-        "nodes": here.nodes,
-        "launcher": here.launcher,
+        "world_size": dist_env.world_size,
+        "nodes": dist_env.num_nodes,
+        "launcher": dist_env.launcher,
         "script": identity.of_script(),
         "job_id": place.job_id(),
         "node_list": place.node_list(),
         "torch_version": str(torch.__version__),
-        "cuda_version": accelerator_of(here.device).version(),
+        "cuda_version": accelerator_of(dist_env.device).version(),
         # Of rank 0, which writes the record: all ranks at once would burden the disk that they share.
         "git_commit": git_commit() if process_group.is_rank_0() else "",
     }

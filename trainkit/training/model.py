@@ -15,13 +15,11 @@ class Net(nn.Module):
     """Two convolutions, one pooling, two linear layers, as in the PyTorch MNIST example.
 
     Takes normalised images, float32 (n, 1, 28, 28); returns log-probabilities, float32 (n, 10).
-    `width` is the number of channels of the first convolution. `precision` is what the layers compute in,
-    "fp32", "bf16" or "fp16"; the weights are float32 either way.
+    `width` is the number of channels of the first convolution.
     """
 
-    def __init__(self, width: int = DEFAULT_WIDTH, precision: str = "fp32") -> None:
+    def __init__(self, width: int = DEFAULT_WIDTH) -> None:
         super().__init__()
-        self.precision = precision
         self.conv1 = nn.Conv2d(1, width, kernel_size=3)
         self.conv2 = nn.Conv2d(width, 2 * width, kernel_size=3)
         self.dropout1 = Dropout(0.25)
@@ -30,12 +28,6 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(128, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        # Here and not around the call: DataParallel's threads would fall back to float16.
-        kind = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        with torch.autocast(images.device.type, kind, enabled=self.precision != "fp32"):
-            return F.log_softmax(self._logits(images).float(), dim=1)
-
-    def _logits(self, images: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.conv1(images))
         # Pooling before relu: the largest of four, then relu, is the same number as relu, then the
         # largest of four, and leaves relu a quarter of the work.
@@ -43,7 +35,8 @@ class Net(nn.Module):
         x = self.dropout1(x)
         x = F.relu(self.fc1(x.flatten(1)))
         x = self.dropout2(x)
-        return self.fc2(x)
+        # In float32 also under autocast, which leaves it bfloat16 on a CPU.
+        return F.log_softmax(self.fc2(x).float(), dim=1)
 
 
 class Dropout(nn.Dropout):

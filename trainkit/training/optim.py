@@ -1,4 +1,4 @@
-"""The recipes: optimizer and learning rate schedule, both stepped after every batch."""
+"""The recipes: an optimizer and its lr_scheduler, both stepped after every batch."""
 
 from weakref import WeakSet
 
@@ -8,23 +8,26 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, On
 from trainkit.config.options import Options
 
 KERNELS = {"capturable", "foreach", "fused"}  # how an optimizer computes; they change no result
-MADE = WeakSet()  # the optimizers and schedules that come from here
-OF_OPTIMIZER, OF_SCHEDULE = {"recipe", "lr", "lr_scale"}, {"gamma", "lr_warmup_images"}  # options
+MADE = WeakSet()  # the optimizers and lr_schedulers that come from here
+# The options that build_optimizer uses, for the optimizer and for the lr_scheduler.
+OF_OPTIMIZER = {"recipe", "lr", "lr_scale"}
+OF_LR_SCHEDULER = {"gamma", "lr_warmup_images"}
 
 
-def optimizer_and_schedule(
+def build_optimizer(
     options: Options, model: torch.nn.Module, steps_per_epoch: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Return the optimizer for `model` and its learning rate schedule, as `--recipe` says."""
-    optimizer, schedule = _of_recipe(options, model, steps_per_epoch)
-    MADE.update((optimizer, schedule))
-    return optimizer, schedule
+    """Return the optimizer for `model` and its lr_scheduler, as `--recipe` says; both step after a batch."""
+    optimizer, lr_scheduler = _of_recipe(options, model, steps_per_epoch)
+    MADE.update((optimizer, lr_scheduler))
+    return optimizer, lr_scheduler
 
 
 def _of_recipe(
     options: Options, model: torch.nn.Module, steps_per_epoch: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    weights, lr = model.parameters(), options.scaled_lr
+    weights = model.parameters()
+    lr = options.scaled_lr
     if options.recipe == "fast":
         # fused: one kernel for the whole step. Older releases refuse the strides of DataParallel's gradients.
         fused = not isinstance(model, torch.nn.DataParallel)
@@ -35,13 +38,13 @@ def _of_recipe(
         optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9, nesterov=True, foreach=True)
     else:
         optimizer = torch.optim.Adadelta(weights, lr=lr, foreach=True)
-    schedule = StepLR(optimizer, step_size=steps_per_epoch, gamma=options.gamma)
+    lr_scheduler = StepLR(optimizer, step_size=steps_per_epoch, gamma=options.gamma)
     # Counted in images: a step's learning rate is that of its last image.
     warmup_steps = options.lr_warmup_images // options.batch_size
     if warmup_steps > 1:
         warmup = LinearLR(optimizer, start_factor=1 / warmup_steps, total_iters=warmup_steps - 1)
-        schedule = _Chained([schedule, warmup])
-    return optimizer, schedule
+        lr_scheduler = _Chained([lr_scheduler, warmup])
+    return optimizer, lr_scheduler
 
 
 class _Chained(ChainedScheduler):

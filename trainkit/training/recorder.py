@@ -41,7 +41,7 @@ class Recorder:
         dataset: its name.
         settings: other settings that identify the training, such as {"hidden": 256}.
         precision: such as "bf16", if the layers do not compute in the type of the weights.
-        schedule: of the learning rate, for the record; without it the rates tell two schedules apart.
+        lr_scheduler: for the record; without it the rates tell two schedules apart.
         weights_differ: between the ranks, rightly, as in local SGD or in a pipeline. Otherwise the training
             ends after the first epoch if each rank has trained by itself.
         results_dir: by default that of the job, or `results` in this checkout.
@@ -63,22 +63,22 @@ class Recorder:
         epochs: int,
         dataset: str,
         settings: dict[str, object] | None = None,
-        precision: str = "",
-        schedule: object | None = None,
+        precision: str = "fp32",
+        lr_scheduler: object | None = None,
         weights_differ: bool = False,
         results_dir: Path | str | None = None,
     ) -> None:
         quiet_without_run()
         self._optimizer = inner_optimizer(optimizer)
         self._device, self._batch_size = next(model.parameters()).device, batch_size
-        here = process_group.joined(self._device)
+        dist_env = process_group.read_distributed(self._device)
         results = Path(results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS)
         lr = identity.base_lr(self._optimizer)
-        facts = facts_of.of_start(here, model, dataset) | {
+        facts = facts_of.of_start(dist_env, model, dataset, precision) | {
             "stage": name,
-            "devices": here.size,
+            "devices": dist_env.world_size,
             "global_batch": batch_size,
-            "batch_per_device": batch_size // here.size,
+            "batch_per_device": batch_size // dist_env.world_size,
             "recipe": OWN_LOOP,
             "loader": "workers",
             "lr": lr,
@@ -86,14 +86,12 @@ class Recorder:
             "parameters": trained_weights(model),
             "settings": options.in_words(settings or {}),
             "optimizer": identity.of_optimizer(self._optimizer),
-            "schedule": identity.of_schedule(schedule),
+            "schedule": identity.of_schedule(lr_scheduler),
             "network": identity.of_network({"model": model}),
         }
-        if precision:
-            facts["precision"] = precision
         known = self._optimizer.defaults | (settings or {}) | {"lr": lr, "learning_rate": lr}
         known |= {"wd": known.get("weight_decay"), "optimizer": type(self._optimizer).__name__}
-        facts["arguments"] = identity.of_arguments(known, here.size, here.nodes, batch_size)
+        facts["arguments"] = identity.of_arguments(known, dist_env.world_size, dist_env.num_nodes, batch_size)
         self._epochs = epochs
         self._record = process_group.on_rank_0(lambda: _open_record(results.absolute(), facts))
         # What an optimizer that has made steps began with is known from the record alone.

@@ -17,20 +17,18 @@ from trainkit.config.options import Options
 from trainkit.data.loaders import Batch, Batches, Data, generator
 from trainkit.devices import device_name, devices_in_use, peak_memory_mb, reset_peak_memory, wait_for
 from trainkit.distributed import process_group
-from trainkit.distributed.launchers import Place
+from trainkit.distributed.launchers import DistEnv
 from trainkit.errors import UserError, tell
 from trainkit.files import check_writable
 from trainkit.record.columns import OWN_OPTIMIZER
 from trainkit.record.records import ALL_EPOCHS, ITS_LOOP, RecordWriter, Row
-from trainkit.training import clock, identity, screen
+from trainkit.training import clock, identity, optim, screen
 from trainkit.training import facts as facts_of
-from trainkit.training import optim as recipes
-from trainkit.training.checkpoint import ALWAYS_THERE, Checkpoints
+from trainkit.training.checkpoint import ALWAYS_THERE, Checkpointer
 from trainkit.training.compute_time import ComputeTime
 from trainkit.training.drift import Drift
 from trainkit.training.evaluation import NOT_TESTED, Metric, PartialEpoch, Stopping, Tested, Trained, diverged
 from trainkit.training.model import trained_weights, unwrapped
-from trainkit.training.precision import precision_of
 from trainkit.training.state_file import save
 from trainkit.training.weights import check_equal, check_whole
 
@@ -46,36 +44,36 @@ SECONDS_BETWEEN = 1.0
 class Run:
     """One training, around the loop of a stage.
 
+        run.resume()
         for epoch in run.epochs():
             for inputs, targets in run.steps(epoch, train_batches):
                 ...  # the training step
-                run.add(loss)
+                run.log(loss=loss)
             run.end_of_epoch(epoch, evaluate(model, test_batches, loss_function))
         run.finish()
 
-    Every rank creates one and makes the same calls; rank 0 prints and writes. With `--resume auto` it loads
-    the newest checkpoint into `model`, `optimizer` and `schedule`.
+    Every rank creates one and makes the same calls; rank 0 prints and writes.
 
     Raises:
-        UserError: if results or checkpoints cannot be written, or the checkpoints are of another training.
-            Also if a network or an optimizer is split over the ranks, and not given as `sharded`.
+        UserError: if results or checkpoints cannot be written. Also if a network or an optimizer is split
+            over the ranks, and not given as `sharded`.
     """
 
     name: str  # the run's name in the record: "single", "dp", "ddp", or your own
     options: Options
-    here: Place
+    dist_env: DistEnv
     train_set: Data
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    schedule: LRScheduler | None
-    devices: int  # the number that really compute, over all ranks
+    lr_scheduler: LRScheduler | None
     _: KW_ONLY
-    accumulate: int = 1  # micro-batches that each batch is cut into
+    devices: int | None = None  # the number that really compute, over all ranks; None: one for each rank
+    gradient_accumulation_steps: int = 1  # micro-batches that each batch is cut into
     # More state for the checkpoints, by name: objects with a state_dict(), such as second networks and
     # optimizers.
-    also: dict[str, object] = field(default_factory=dict)
+    extra_state: dict[str, object] = field(default_factory=dict)
     # State that differs by rank: each rank gets its own back, from a checkpoint of as many ranks.
-    each_rank: dict[str, object] = field(default_factory=dict)
+    per_rank_state: dict[str, object] = field(default_factory=dict)
     unit: str = "images"  # of the printed speed
     per_sample: int = 1  # units in a sample, such as tokens in a window
     # A network that is split over the ranks, for the checkpoints and the weights at the end.
@@ -84,14 +82,15 @@ class Run:
     trained: Trained | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        kept = ({} if self.sharded else {"model": self.model, "optimizer": self.optimizer}) | self.also
-        check_whole(kept | self.each_rank, IF_SPLIT)
+        if self.devices is None:
+            self.devices = self.dist_env.world_size
+        kept = ({} if self.sharded else {"model": self.model, "optimizer": self.optimizer}) | self.extra_state
+        check_whole(kept | self.per_rank_state, IF_SPLIT)
         check_equal(kept, IF_SPLIT)
-        dataset, device = getattr(self.train_set, "name", type(self.train_set).__name__), self.here.device
+        dataset, device = getattr(self.train_set, "name", type(self.train_set).__name__), self.dist_env.device
         facts = self._facts(dataset)
         self._record = process_group.on_rank_0(lambda: self._open_record(facts))  # None on the others
-        mine = self.options.shaping() | {"test_size": self.options.test_size}
-        mine |= {"dataset": dataset, "precision": precision_of(self.model)}
+        mine = self.options.shaping() | {"test_size": self.options.test_size, "dataset": dataset}
         for rank, other in enumerate(process_group.gather(mine)):
             if differ := [name for name in other | mine if other.get(name) != mine.get(name)]:
                 names = ", ".join(f"--{name.replace('_', '-')}" for name in differ)
@@ -99,19 +98,30 @@ class Run:
         if unused := self.options.unused(self._used_by_recipe()):
             why = "its own optimizer, schedule or network goes without"
             raise UserError(f"this script does not use {', '.join(unused)} ({why}): leave that out.")
-        if taken := self.also.keys() & set(ALWAYS_THERE):
-            raise UserError(f"`also` has the name {min(taken)}, as any checkpoint has: give another.")
+        if taken := self.extra_state.keys() & set(ALWAYS_THERE):
+            raise UserError(f"`extra_state` has the name {min(taken)}, as any checkpoint has: give another.")
         self._stopping = Stopping(self.options)
-        state = {"optimizer": self.optimizer, "schedule": self.schedule, "stopping": self._stopping}
-        state |= self.also
+        state = {
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "early_stopping": self._stopping,
+        }
+        state |= self.extra_state
         state = {name: unwrapped(one) for name, one in state.items() if one is not None}
-        given = self._record, self.sharded, self.each_rank
-        self._checkpoints = Checkpoints(self.options, dataset, self.model, state, *given)
-        self._epoch = self._checkpoints.epochs().start  # the next one
-        self._drift = Drift(self._whole_networks())  # until the first epoch has been compared
+        self._checkpointer = Checkpointer(
+            self.options,
+            dataset,
+            self.model,
+            state,
+            record=self._record,
+            sharded=self.sharded,
+            per_rank_state=self.per_rank_state,
+        )
+        self._epoch = 1  # the next one
+        self._drift: Drift | None = None
         self._agreement = Agreement(device)
         self._compute_time = ComputeTime(self.model, self.optimizer, device)
-        self._ended = process_group.broadcast(self._has_ended())
+        self._ended = False
 
     def _open_record(self, facts: Row) -> RecordWriter:
         folder = None if self.options.dry_run else self.options.results_dir / "runs"
@@ -124,17 +134,23 @@ class Run:
 
     def _facts(self, dataset: str) -> Row:
         """Return the columns of the record that are known before the first epoch."""
-        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule} | self.also
+        parts = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+        } | self.extra_state
         networks = {name: one for name, one in parts.items() if isinstance(one, nn.Module)}
         weights = sum(map(trained_weights, networks.values()))
-        sizes = {"devices": self.devices, "nodes": self.here.nodes, "batch": self.options.batch_size}
-        facts = self.options.columns() | facts_of.of_start(self.here, self.model, dataset)
+        sizes = {"devices": self.devices, "nodes": self.dist_env.num_nodes, "batch": self.options.batch_size}
+        facts = self.options.columns() | facts_of.of_start(
+            self.dist_env, self.model, dataset, self.options.precision
+        )
         facts |= {
             "stage": self.name,
             "devices": self.devices,
             "batch_per_device": self.options.batch_size // max(self.devices, 1),
             "lr": self.options.scaled_lr,
-            "accumulate": self.accumulate,
+            "accumulate": self.gradient_accumulation_steps,
             "settings": self.options.settings(),
             "parameters": self.sharded.parameters() if self.sharded else weights,
             "network": identity.of_network(networks, split=self.sharded is not None),
@@ -147,7 +163,7 @@ class Run:
                 "optimizer": " + ".join(map(identity.of_optimizer, self._optimizers())),
                 "schedule": " + ".join(map(identity.of_schedule, schedules)),
             }
-            if self.optimizer not in recipes.MADE:
+            if self.optimizer not in optim.MADE:
                 facts["lr"] = identity.base_lr(self.optimizer)
                 facts |= {} if self.options.declares("recipe") else {"recipe": OWN_OPTIMIZER}
         return facts
@@ -156,28 +172,43 @@ class Run:
         """List the networks of which every rank should have the same weights."""
         if self.sharded:
             return []
-        differ = [unwrapped(one) for one in self.each_rank.values()]
-        networks = [one for one in (self.model, *self.also.values()) if isinstance(one, nn.Module)]
+        differ = [unwrapped(one) for one in self.per_rank_state.values()]
+        networks = [one for one in (self.model, *self.extra_state.values()) if isinstance(one, nn.Module)]
         return [one for one in networks if not any(unwrapped(one) is other for other in differ)]
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [
-            one for one in (self.optimizer, *self.also.values()) if isinstance(one, torch.optim.Optimizer)
+            one
+            for one in (self.optimizer, *self.extra_state.values())
+            if isinstance(one, torch.optim.Optimizer)
         ]
 
     def _by_recipe(self) -> bool:
-        """Return whether optimizer_and_schedule has made all that steps the weights."""
-        return all(one in recipes.MADE for one in (*self._optimizers(), self.schedule))
+        """Return whether build_optimizer has made all that steps the weights."""
+        return all(one in optim.MADE for one in (*self._optimizers(), self.lr_scheduler))
 
     def _used_by_recipe(self) -> set[str]:
-        """Return the options that optimizer_and_schedule has used, of which it may have made a part."""
-        of_optimizer = any(one in recipes.MADE for one in self._optimizers())
-        used = recipes.OF_OPTIMIZER if of_optimizer else set()
-        return used | (recipes.OF_SCHEDULE if self.schedule in recipes.MADE else set())
+        """Return the options that build_optimizer has used, of which it may have made a part."""
+        of_optimizer = any(one in optim.MADE for one in self._optimizers())
+        used = optim.OF_OPTIMIZER if of_optimizer else set()
+        return used | (optim.OF_LR_SCHEDULER if self.lr_scheduler in optim.MADE else set())
+
+    def resume(self) -> None:
+        """With `--resume auto`, go on from the newest checkpoint in `--checkpoint-dir`, if there is one.
+
+        It is loaded into the network, the optimizer, the lr_scheduler and what else the run was given. Call
+        it once, before `epochs`.
+
+        Raises:
+            UserError: if no checkpoint can be read, or the newest is of another training.
+        """
+        self._checkpointer.resume()
+        self._epoch = self._checkpointer.epochs().start
+        self._ended = process_group.broadcast(self._has_ended())
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs still to be trained, counted from 1, until --stop-at or --patience end it."""
-        for epoch in self._checkpoints.epochs():
+        for epoch in self._checkpointer.epochs():
             if self._ended:
                 return
             yield epoch
@@ -192,12 +223,14 @@ class Run:
         if epoch != self._epoch:
             raise UserError(f"epoch {epoch} in place of {self._epoch}: take the epochs of run.epochs().")
         self.trained = None
+        if epoch == self._checkpointer.epochs().start:  # the first of this process is compared
+            self._drift = Drift(self._whole_networks())
         device = batches.device
         reset_peak_memory()  # the first epoch's peak includes cuDNN's trials
         learning_rate = float(self.optimizer.param_groups[0].get("lr") or 0)
         if not 0 <= learning_rate < math.inf:
             raise UserError(f"the schedule's learning rate for epoch {epoch} is {learning_rate}: correct it.")
-        done = self._checkpoints.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
+        done = self._checkpointer.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
         if done.steps and done.steps >= len(batches):
             told = f"the checkpoint is of step {done.steps} of an epoch, and now one has {len(batches)} steps"
             raise UserError(f"{told}: give another --checkpoint-dir.")
@@ -226,13 +259,15 @@ class Run:
             self._noise = generator(self.options.seed, -before - step)
             yield batch
             if self._added != step:
-                raise UserError(f"{self._added} losses after {step} steps: call run.add(loss) once in each.")
+                raise UserError(
+                    f"{self._added} losses after {step} steps: call run.log(loss=loss) once in each."
+                )
             self._compute_time.end_of_step()
             if not self._agreement.due():
                 continue
             losses = self._noted["loss"][:step]
             stop, save, broken = self._agreement.ask(
-                *self._checkpoints.requests(), not losses.isfinite().all()
+                *self._checkpointer.requests(), not losses.isfinite().all()
             )
             if broken:
                 check_finite(mean_over_ranks(losses), epoch)
@@ -240,7 +275,7 @@ class Run:
                 seconds += clock.stop(device, started)  # saving is not training
                 means = {name: one[:step].cpu() for name, one in self._means().items()}
                 part = PartialEpoch(step, seconds, done.learning_rate, means.pop("loss"), means)
-                self._checkpoints.save(epoch, part, stop)
+                self._checkpointer.save(epoch, part, stop)
                 started = clock.start(device)
             self._compute_time.begin()  # they have waited for each other
         seconds += clock.stop(device, started)
@@ -252,7 +287,7 @@ class Run:
         self._of_steps = [Metric(name, "training", one.mean().item()) for name, one in means.items()]
         self._data_seconds *= len(batches) / max(len(batches) - first, 1)
 
-    def add(self, loss: torch.Tensor, **metrics: torch.Tensor | float) -> None:
+    def log(self, *, loss: torch.Tensor, **metrics: torch.Tensor | float) -> None:
         """Record the loss of this step, and other numbers by name: means over this rank's share.
 
         Their means over steps and ranks are metrics of the epoch.
@@ -265,7 +300,7 @@ class Run:
             self._noted = {name: torch.zeros_like(self._noted["loss"]) for name in numbers}
         if self._noted.keys() != numbers.keys():
             before, now = ", ".join(self._noted), ", ".join(numbers)
-            raise UserError(f"run.add got {before}, and then {now}: give it the same names in every step.")
+            raise UserError(f"run.log got {before}, and then {now}: give it the same names in every step.")
         for name, value in numbers.items():
             value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
             self._noted[name][self._added] = value
@@ -274,20 +309,20 @@ class Run:
     def _means(self) -> dict[str, torch.Tensor]:
         """Return the mean over the ranks of what they noted at each step."""
         if any(names != [*self._noted] for names in process_group.gather([*self._noted])):
-            raise UserError("the ranks give run.add other names: give it the same on all of them.")
+            raise UserError("the ranks give run.log other names: give it the same on all of them.")
         return {name: mean_over_ranks(one) for name, one in self._noted.items()}
 
     def noise(self, *shape: int) -> torch.Tensor:
         """Draw float32 (batch size / ranks, *shape) for this step: the ranks together draw what one would."""
         noise = torch.randn(self.options.batch_size, *shape, generator=self._noise)
-        return noise.chunk(self.here.size)[self.here.rank].to(self.here.device)
+        return noise.chunk(self.dist_env.world_size)[self.dist_env.rank].to(self.dist_env.device)
 
     def end_of_epoch(
         self, epoch: int, tested: Tested = NOT_TESTED, metrics: Iterable[Metric] = (), best_epoch: int = 0
     ) -> None:
         """Write the row of `epoch`, then a checkpoint.
 
-        Rank 0's `metrics` go to `<run_id>.metrics.tsv` next to the CSV, with those of `add`. `best_epoch` is
+        Rank 0's `metrics` go to `<run_id>.metrics.tsv` next to the CSV, with those of `log`. `best_epoch` is
         that of a script with a validation of its own, so far: --patience counts from it, and tables show its
         test accuracy.
 
@@ -308,13 +343,13 @@ class Run:
         # From the mean of a step, as an interrupted epoch has steps of an earlier process. Unknown if
         # a network is split: its ranks also wait for each other in the middle of a step.
         own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
-        of_ranks = rows_of_ranks(epoch, self.here.device, own_seconds, self._data_seconds)
+        of_ranks = rows_of_ranks(epoch, self.dist_env.device, own_seconds, self._data_seconds)
         metrics = [*self._of_steps, *metrics]
         self._stopping.note(epoch, tested, best_epoch)
         process_group.on_rank_0(lambda: self._write_row(epoch, tested, of_ranks, metrics, best_epoch))
         self.trained, self._epoch = None, epoch + 1
-        stop, _, self._ended = self._agreement.ask(*self._checkpoints.requests(), self._has_ended())
-        self._checkpoints.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)
+        stop, _, self._ended = self._agreement.ask(*self._checkpointer.requests(), self._has_ended())
+        self._checkpointer.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)
 
     def _write_row(
         self, epoch: int, tested: Tested, of_ranks: list[Row], metrics: list[Metric], best_epoch: int
@@ -350,7 +385,7 @@ class Run:
         else:
             weights = unwrapped(self.model).state_dict()
         process_group.on_rank_0(lambda: self._tell_end(weights))
-        self._checkpoints.finish(self._ended)
+        self._checkpointer.finish(self._ended)
 
     def _tell_end(self, weights: dict[str, torch.Tensor]) -> None:
         if self.options.dry_run:

@@ -12,7 +12,7 @@ from torch import nn
 from trainkit.config.options import Options
 from trainkit.devices import between, moment, wait_for
 from trainkit.distributed import process_group
-from trainkit.distributed.launchers import Place
+from trainkit.distributed.launchers import DistEnv
 from trainkit.errors import tell
 from trainkit.files import explained
 from trainkit.record.records import put_table
@@ -62,11 +62,11 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
     }
 
 
-def facts(options: Options, here: Place, dataset: str, model: nn.Module) -> dict[str, object]:
+def facts(options: Options, dist_env: DistEnv, dataset: str, model: nn.Module) -> dict[str, object]:
     """Return the columns that are the same in all lines of the file; every rank has to call it."""
     run_id = process_group.broadcast(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
     own = {"run_id": run_id, "settings": options.settings()}
-    return own | options.columns() | facts_of.of_start(here, model, dataset)
+    return own | options.columns() | facts_of.of_start(dist_env, model, dataset, options.precision)
 
 
 def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: torch.Tensor) -> str:

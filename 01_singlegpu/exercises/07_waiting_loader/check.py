@@ -28,9 +28,9 @@ times. What in PyTorch does this for all pixels at once? And for all images of a
 ## 2
 
 `images.mean(dim=(1, 2, 3), keepdim=True)` returns the mean of each image of a batch (n, 1, 28, 28); `std`
-takes the same arguments, and `correction=0`. A `Split` has two ways to prepare images: `prepare_one` prepares
-one image, in a loader process, and `prepare` a batch, on the device. `--loader resident`, the default, calls
-the second.
+takes the same arguments, and `correction=0`. An `InMemoryDataset` has two ways to prepare images:
+`prepare_one` prepares one image, in a loader process, and `prepare` a batch, on the device. `--loader
+resident`, the default, calls the second.
 
 ## 3
 
@@ -159,14 +159,14 @@ def _check_images(mine: Workspace, loader: str) -> None:
     """Check that the network gets the same images as from the starter, by the loader of the cured run."""
     import torch
 
-    from trainkit.data import datasets as data
+    from trainkit.data.datasets import InMemoryDataset, normalize, normalize_one
 
     random = torch.Generator().manual_seed(1)
     brightness = torch.tensor([40, 80, 120, 250]).view(4, 1, 1, 1)
     images = (torch.rand(4, 1, 28, 28, generator=random) * brightness).to(torch.uint8)
     labels = torch.zeros(4, dtype=torch.int64)
     split = mine.module("training.py").my_images(
-        data.Split("mnist", images, labels, data.normalize, data.normalize_one)
+        InMemoryDataset("mnist", images, labels, normalize, normalize_one)
     )
     if loader == "resident":
         made = split.prepare(split.inputs.clone())
@@ -179,7 +179,7 @@ def _check_images(mine: Workspace, loader: str) -> None:
     if torch.allclose(made, (pixels - mean) / std, atol=0.01):
         return
     hint = "each needs mean 0 and standard deviation 1, as before."
-    if torch.allclose(made, data.normalize(images), atol=0.01):
+    if torch.allclose(made, normalize(images), atol=0.01):
         hint = "they are those of the stage. The resident loader calls `prepare`, never `prepare_one`."
     if torch.allclose(made, (pixels - pixels.mean()) / pixels.std(), atol=0.01):
         hint = "the mean of the whole batch is subtracted from them: `dim` sets what a mean is taken over."

@@ -3,9 +3,9 @@
 import statistics
 from pathlib import Path
 
-from trainkit.record import records
 from trainkit.monitor.issues import LaunchBound
 from trainkit.monitor.verdict import judge
+from trainkit.record import records
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\

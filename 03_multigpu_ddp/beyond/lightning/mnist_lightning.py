@@ -8,21 +8,22 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.model import Net
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-from trainkit.data.loaders import Batch
-from trainkit.config.options import Options
-from trainkit.distributed.launchers import Place
-
 import torch
 import torch.nn.functional as F
+
+from trainkit import errors
+from trainkit.config.options import Options, parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import Batch, augmentation, eval_loader, train_loader
+from trainkit.distributed.launchers import DistEnv
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
 try:
     from lightning.pytorch import LightningModule, Trainer
@@ -37,23 +38,26 @@ except ModuleNotFoundError as missing:
 class Training(LightningModule):
     """The loop of mnist_ddp.py, as the methods that Lightning calls."""
 
-    def __init__(self, opts: Options, here: Place) -> None:
+    def __init__(self, opts: Options, dist_env: DistEnv) -> None:
         super().__init__()
-        train_set, test_set = data.load(opts.dataset, opts.data_dir)
-        self.train_batches = batches.training(train_set, opts, here.device, here.rank, here.size)
-        self.test_batches = batches.testing(test_set, opts, here.device, here.rank, here.size)
-        self.net = Net(opts.width).to(here.device, memory_format=torch.channels_last)
-        choose_precision(self.net, opts, train_set)
-        self.optimizer, self.schedule = optimizer_and_schedule(opts, self.net, len(self.train_batches))
-        stepped = self.net, self.optimizer, self.schedule
-        self.run = Run("lightning", opts, here, train_set, *stepped, devices=here.size)
-        self.epochs = self.run.epochs()  # goes on where an earlier run stopped
+        train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
+        self.train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+        self.test_batches = eval_loader(test_set, opts, dist_env)
+        self.net = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
+        self.autocast = torch.autocast(
+            dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16"
+        )
+        self.optimizer, self.lr_scheduler = build_optimizer(opts, self.net, len(self.train_batches))
+        stepped = self.net, self.optimizer, self.lr_scheduler
+        self.run = Run("lightning", opts, dist_env, train_set, *stepped)
+        self.run.resume()  # goes on where an earlier run stopped
+        self.epochs = self.run.epochs()
         self.epoch = next(self.epochs, None)
         self.on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def configure_optimizers(self) -> dict:
         # Without "step" Lightning would call the schedule once per epoch.
-        every_step = {"scheduler": self.schedule, "interval": "step"}
+        every_step = {"scheduler": self.lr_scheduler, "interval": "step"}
         return {"optimizer": self.optimizer, "lr_scheduler": every_step}
 
     def train_dataloader(self) -> "Steps":
@@ -68,8 +72,9 @@ class Training(LightningModule):
 
     def training_step(self, batch: Batch, _: int) -> torch.Tensor:
         images, labels = batch
-        loss = F.nll_loss(self.net(images), labels)
-        self.run.add(loss)
+        with self.autocast:
+            loss = F.nll_loss(self.net(images), labels)
+        self.run.log(loss=loss)
         return loss  # Lightning does zero_grad, backward and both steps
 
     def optimizer_step(self, epoch: int, step: int, optimizer: object, backward: Callable) -> None:
@@ -77,7 +82,7 @@ class Training(LightningModule):
         optimizer.step()
 
     def on_train_epoch_end(self) -> None:
-        self.run.end_of_epoch(self.epoch, evaluate(self.net, self.test_batches, F.nll_loss))
+        self.run.end_of_epoch(self.epoch, evaluate(self.net, self.test_batches, F.nll_loss, self.autocast))
         self.epoch = next(self.epochs, None)
         self.trainer.should_stop = self.epoch is None  # also by --stop-at and --patience
 
@@ -96,40 +101,45 @@ class Steps:
 
 
 class Ranks(LightningEnvironment):
-    """Gives Lightning this rank's place from process_group.join, whatever started the processes."""
+    """Gives Lightning this rank, from `init_distributed`, whatever has started the processes."""
 
     creates_processes_externally = True
 
-    def __init__(self, here: Place) -> None:
+    def __init__(self, dist_env: DistEnv) -> None:
         super().__init__()
-        self.here = here
+        self.dist_env = dist_env
 
     def global_rank(self) -> int:
-        return self.here.rank
+        return self.dist_env.rank
 
     def local_rank(self) -> int:
-        return self.here.local_rank
+        return self.dist_env.local_rank
 
 
+@entrypoint
 def main() -> None:
     # What it says of GPUs, of its limits and of its makers' products is no part of the log; warnings are.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
-    opts = options.parse(__doc__)
-    here = process_group.join(not opts.no_cuda, opts.timeout, opts.debug_dir)
-    opts = opts.for_devices(here.size)
-    torch.manual_seed(opts.seed + here.rank)  # each rank drops other neurons; DDP makes the weights equal
-    training = Training(opts, here)
+    opts = parse_options(__doc__)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
+    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; DDP makes the weights equal
+    training = Training(opts, dist_env)
     ddp = DDPStrategy(
-        parallel_devices=[here.device] * here.local_size,  # it takes that of the local rank
-        cluster_environment=Ranks(here),
+        parallel_devices=[dist_env.device] * dist_env.local_world_size,  # it takes that of the local rank
+        cluster_environment=Ranks(dist_env),
         gradient_as_bucket_view=True,
     )
     if training.epoch:
         # Most of it is to leave out what the run has already; `should_stop` ends it.
         Trainer(
             strategy=ddp,
-            num_nodes=here.nodes,
+            num_nodes=dist_env.num_nodes,
             max_epochs=-1,
             use_distributed_sampler=False,  # the batches are shared out already
             logger=False,
@@ -138,8 +148,8 @@ def main() -> None:
             enable_model_summary=False,
         ).fit(training)
     training.run.finish()
-    process_group.leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -18,20 +18,20 @@ prediction = 8
 HINTS = """\
 ## 1
 
-Search for `Net`, `data.load`, `nll_loss` and `"ddp"` in `mine/my_training.py`: you only change
-these places. Leave `here.rank` and `here.size` where they are.
+Search for `Net`, `load_dataset`, `nll_loss` and `"ddp"` in `mine/my_training.py`: you only change
+these places. Leave `dist_env` where it is.
 
 ## 2
 
-`data.Split("waves", inputs, targets)` is one part of the data; `data.load` returned two. The loss
+`InMemoryDataset("waves", inputs, targets)` is one part of the data; `load_dataset` returned two. The loss
 for raw logits is `F.cross_entropy`. `channels_last` is a memory layout for images; waves do not
 need it.
 
 ## 3
 
-    train_set = data.Split("waves", *waves(2000, seed=1))
-    test_set = data.Split("waves", *waves(500, seed=2))
-    model = WaveNet().to(here.device)
+    train_set = InMemoryDataset("waves", *waves(2000, seed=1))
+    test_set = InMemoryDataset("waves", *waves(500, seed=2))
+    model = WaveNet().to(dist_env.device)
 
 and `F.cross_entropy` twice, `Run("waves", ...)`, and `from waves import WaveNet, waves` at the
 top.
@@ -45,41 +45,45 @@ SOLUTION = {
 -Try: torchrun --standalone --nproc-per-node=2 mnist_ddp.py --epochs 2
 +Try: torchrun --standalone --nproc-per-node=2 my_training.py --epochs 2
 @@
--from trainkit.training.model import Net
-@@
  from torch import nn
 +from waves import WaveNet, waves
 @@
--    train_set, test_set = data.load(opts.dataset, opts.data_dir)
-+    train_set, test_set = data.Split("waves", *waves(2000, seed=1)), data.Split("waves", *waves(500, seed=2))
+-from trainkit.data.datasets import load_dataset
++from trainkit.data.datasets import InMemoryDataset
+@@
+-from trainkit.training.model import Net
+@@
+-    train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
++    train_set = InMemoryDataset("waves", *waves(2000, seed=1))
++    test_set = InMemoryDataset("waves", *waves(500, seed=2))
 @@
 -    # channels_last: the memory layout in which convolutions are fastest.
--    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
-+    model = WaveNet().to(here.device)
+-    model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
++    model = WaveNet().to(dist_env.device)
 @@
--    run = Run("ddp", opts, here, train_set, model, optimizer, schedule, devices=here.size)
-+    run = Run("waves", opts, here, train_set, model, optimizer, schedule, devices=here.size)
+-    run = Run("ddp", opts, dist_env, train_set, model, optimizer, lr_scheduler)
++    run = Run("waves", opts, dist_env, train_set, model, optimizer, lr_scheduler)
 @@
--            loss = F.nll_loss(model(images), labels)
-+            loss = F.cross_entropy(model(images), labels)
+-                loss = F.nll_loss(model(images), labels)
++                loss = F.cross_entropy(model(images), labels)
 @@
--        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
-+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.cross_entropy))
+-        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
++        run.end_of_epoch(epoch, evaluate(model, test_batches, F.cross_entropy, autocast))
 ''',
 }
 STARTS_WITH = "`prediction`"
-_SHARE, _DDP = (
-    ", here.rank, here.size",
-    "nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)",
-)
-_TRAIN, _TEST, _LOSS = "train_set, opts, here.device", "test_set, opts, here.device", "model(images), labels)"
+_DDP = "nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)"
+_TRAIN = "train_loader(train_set, opts, dist_env"
+_TEST = "eval_loader(test_set, opts, dist_env"
+_ALONE = "type(dist_env)(device=dist_env.device)"
+_LOSS = "model(images), labels)"
 WRONG = [
-    ("my_training.py", 'data.Split("waves", *waves(2000, seed=1))', "data.load()", "still loads MNIST"),
+    ("my_training.py", '= InMemoryDataset("waves", *waves(5', '= load_dataset(*waves(5', "still loads MNIST"),
     ("my_training.py", 'Run("waves"', 'Run("ddp"', "still called ddp"),
     ("*.py", "WaveNet", "Net", "a model Net"),
-    ("my_training.py", _TRAIN + _SHARE, _TRAIN, "both ranks"),
-    ("my_training.py", _TEST + _SHARE, _TEST, "500 test waves"),
-    ("my_training.py", _LOSS, f"{_LOSS} / here.size", "averages the gradients already"),
+    ("my_training.py", _TRAIN, _TRAIN.replace("dist_env", _ALONE), "both ranks"),
+    ("my_training.py", _TEST, _TEST.replace("dist_env", _ALONE), "500 test waves"),
+    ("my_training.py", _LOSS, f"{_LOSS} / dist_env.world_size", "averages the gradients already"),
     ("my_training.py", "F.cross_entropy", "F.nll_loss", "logarithms of probabilities"),
     ("my_training.py", _DDP, "model", "a WaveNet of its own"),
 ]  # fmt: skip
@@ -89,9 +93,9 @@ STAGE = Path(__file__).resolve().parents[2] / "mnist_ddp.py"
 def check(mine: Workspace) -> str:
     predicted = mine.answers().number("prediction")
     text = mine.text("my_training.py")
-    if "data.load(" in text:
+    if "load_dataset(" in text:
         raise Wrong(
-            "my_training.py still loads MNIST: make two `data.Split` of waves, to train and to test on."
+            "my_training.py still loads MNIST: make two `InMemoryDataset` of waves, to train and to test on."
         )
     program = mine.module("my_training.py")
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +169,8 @@ def check_names(row: dict[str, object]) -> None:
         )
     if row["dataset"] != "waves":
         raise Wrong(
-            f"The CSV has the data set {row['dataset']!r}: the first argument of `data.Split` is its name."
+            f"The CSV has the data set {row['dataset']!r}: the first argument of `InMemoryDataset` is "
+            "its name."
         )
 
 
@@ -184,13 +189,13 @@ def check_samples(row: dict[str, object], seen: list[list[float]]) -> None:
     if len(set(trained)) < len(trained):
         raise Wrong(
             f"In an epoch, two ranks trained on {len(trained)} samples, but only {len(set(trained))} "
-            "different ones: both ranks take the same. How does `batches.training` know which rank this is, "
+            "different ones: both ranks take the same. How does `train_loader` know which rank this is, "
             "and of how many?"
         )
     if row["test_images"] != 500:
         raise Wrong(
             f"Two ranks tested {row['test_images']} samples, but there are 500 test waves: does each count "
-            "once? `batches.testing` also has to know the rank and the number of ranks."
+            "once? `eval_loader` also has to know the rank and the number of ranks."
         )
 
 

@@ -103,7 +103,7 @@ def measure(name: str, variant: Variant, table: Table, kernels: Table, args: arg
         batch = 8
     torch.manual_seed(1)
     network = Network(**shape, variant=variant).to(DEVICE)
-    network.precision = "bf16"
+    autocast = torch.autocast(DEVICE.type, dtype=torch.bfloat16)
     per_token = gpt_metrics.flops_per_token(network)
     optimizer = make_optimizer(network)
     tokens = torch.randint(0, shape["vocabulary"], (batch, shape["context"] + 1), device=DEVICE)
@@ -113,7 +113,8 @@ def measure(name: str, variant: Variant, table: Table, kernels: Table, args: arg
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = loss_of(inputs, targets)
+        with autocast:
+            loss = loss_of(inputs, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()

@@ -20,14 +20,16 @@ from measuring import DEVICE, Table, wait
 from torch.profiler import ProfilerActivity, profile
 
 from trainkit.config import options
-from trainkit.data import datasets as data
+from trainkit.config.options import parse_options
 from trainkit.data import loaders as batches
 from trainkit.data import staging
-from trainkit.data.loaders import Batches, DistributedBatchSampler, ResidentBatches
+from trainkit.data.datasets import InMemoryDataset, load_dataset, normalize
+from trainkit.data.loaders import Batches, DistributedBatchSampler, ResidentBatches, train_loader
 from trainkit.distributed import process_group
+from trainkit.distributed.launchers import DistEnv
 from trainkit.training.model import Net
-from trainkit.training.optim import optimizer_and_schedule
-from trainkit.training.precision import set_precision
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
 from trainkit.training.run import Run
 
 COLUMNS = ["batch", "precision", "kind", "what", "ms", "least_ms", "most_ms", "gpu_ms", "gpu_kernels"]
@@ -46,8 +48,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of a loop and turn (default: %(default)s)")
     args = parser.parse_args()
     table = Table(args.out, COLUMNS)
-    train_set, _ = data.load("mnist", args.data_dir)
-    here = process_group.alone(True)
+    train_set, _ = load_dataset("mnist", args.data_dir)
+    dist_env = process_group.init_single_process(True)
     for name in args.shapes or SHAPES:
         batch, precision = SHAPES[name]
         if DEVICE.type == "cpu":
@@ -61,17 +63,17 @@ def main() -> None:
             "--results-dir": args.out.parent,
         }
         words = [str(word) for argument in arguments.items() for word in argument]
-        measure(table, options.parse(__doc__, words), here, train_set, args.steps)
+        measure(table, parse_options(__doc__, words), dist_env, train_set, args.steps)
 
 
 def measure(
-    table: Table, opts: options.Options, here: process_group.Place, train_set: data.Split, steps: int
+    table: Table, opts: options.Options, dist_env: DistEnv, train_set: InMemoryDataset, steps: int
 ) -> None:
     """Write the rows of one batch size; `steps`: of a loop and turn."""
     bare = BareTraining(opts)
-    kit = KitTraining(opts, here, train_set)
+    kit = KitTraining(opts, dist_env, train_set)
     order = DistributedBatchSampler(len(train_set), opts.batch_size, seed=1, size=100 * len(train_set))
-    epoch = ResidentBatches(train_set, order, DEVICE, shift=False)
+    epoch = ResidentBatches(train_set, order, DEVICE)
     gathered = itertools.chain.from_iterable(itertools.repeat(epoch))
     one_batch = next(gathered)
     shape = {"batch": opts.batch_size, "precision": opts.precision}
@@ -101,12 +103,14 @@ class BareTraining:
 
     def __init__(self, opts: options.Options) -> None:
         self.network = Net(opts.width).to(DEVICE, memory_format=torch.channels_last)
-        set_precision(self.network, opts.precision)
-        self.optimizer, self.schedule = optimizer_and_schedule(opts, self.network, 10**6)
+        set_float32_precision(opts.precision, DEVICE)
+        self.autocast = torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+        self.optimizer, self.schedule = build_optimizer(opts, self.network, 10**6)
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.optimizer.zero_grad()
-        loss = F.nll_loss(self.network(images), labels)
+        with self.autocast:
+            loss = F.nll_loss(self.network(images), labels)
         loss.backward()
         self.optimizer.step()
 
@@ -114,25 +118,27 @@ class BareTraining:
 class KitTraining:
     """The training of a stage, epoch by epoch."""
 
-    def __init__(self, opts: options.Options, here: process_group.Place, train_set: data.Split) -> None:
+    def __init__(self, opts: options.Options, dist_env: DistEnv, train_set: InMemoryDataset) -> None:
         self.network = Net(opts.width).to(DEVICE, memory_format=torch.channels_last)
-        set_precision(self.network, opts.precision)
-        self.optimizer, self.schedule = optimizer_and_schedule(opts, self.network, 10**6)
+        set_float32_precision(opts.precision, DEVICE)
+        self.autocast = torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+        self.optimizer, self.schedule = build_optimizer(opts, self.network, 10**6)
         self.run = Run(
-            "overhead", opts, here, train_set, self.network, self.optimizer, self.schedule, devices=1
+            "overhead", opts, dist_env, train_set, self.network, self.optimizer, self.schedule, devices=1
         )
         self.epochs = self.run.epochs()
-        self.train_batches = batches.training(train_set, opts, DEVICE)
+        self.train_batches = train_loader(train_set, opts, dist_env)
 
     def train_epoch(self) -> None:
         epoch = next(self.epochs)
         for images, labels in self.run.steps(epoch, self.train_batches):
             self.optimizer.zero_grad()
-            loss = F.nll_loss(self.network(images), labels)
+            with self.autocast:
+                loss = F.nll_loss(self.network(images), labels)
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
-            self.run.add(loss)
+            self.run.log(loss=loss)
 
 
 def time_loops(
@@ -161,7 +167,7 @@ def time_loops(
         "step on one batch": one_batch_again,
         "and gathers its batch": with_gathered_batches,
         "and steps the schedule": with_the_schedule,
-        "and run.steps, run.add: the training": kit.train_epoch,
+        "and run.steps, run.log: the training": kit.train_epoch,
     }
     milliseconds: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(TURNS + 1):
@@ -180,7 +186,7 @@ def parts(
     batch_size: int,
     bare: BareTraining,
     kit: KitTraining,
-    train_set: data.Split,
+    train_set: InMemoryDataset,
     gathered: Iterator[batches.Batch],
     one_batch: batches.Batch,
 ) -> dict[str, Callable[[], object]]:
@@ -198,19 +204,19 @@ def parts(
 
     def run_steps_and_add() -> None:
         next(repeated)
-        kit.run.add(loss)
+        kit.run.log(loss=loss)
 
     return {
         "gather images by pixels[indices]": lambda: pixels[indices],
         "gather images by index_select": lambda: pixels.index_select(0, indices),
         "gather labels by targets[indices]": lambda: targets[indices],
-        "normalise": lambda: data.normalize(raw),
+        "normalise": lambda: normalize(raw),
         "the loader: all of these": lambda: next(gathered),
         "zero_grad, forward, loss, backward, optimizer: the step": lambda: bare.step(*one_batch),
         "optimizer.step": bare.optimizer.step,
         "schedule.step": bare.schedule.step,
-        "note a loss (in run.add)": note_the_loss,
-        "run.steps and run.add, without a step": run_steps_and_add,
+        "note a loss (in run.log)": note_the_loss,
+        "run.steps and run.log, without a step": run_steps_and_add,
     }
 
 

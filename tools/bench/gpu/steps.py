@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from measuring import DEVICE, Table, captured, steps_per_s
 from torch import nn
 
-from trainkit.data import datasets as data
 from trainkit.data import staging
+from trainkit.data.datasets import InMemoryDataset, load_dataset
 from trainkit.data.loaders import DistributedBatchSampler, ResidentBatches
 from trainkit.record import records
 from trainkit.training.model import Net
-from trainkit.training.precision import set_precision
+from trainkit.training.precision import set_float32_precision
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CAPTURED_SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "captured.py"
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true", help="only fill the cache of torch.compile")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = DEVICE.type == "cuda"
-    train_set, _ = data.load("mnist", args.data_dir)
+    train_set, _ = load_dataset("mnist", args.data_dir)
     table = Table(args.out, COLUMNS)
     for name in args.shapes or PLAN:
         ways, ways_of_the_kit = PLAN[name]
@@ -114,11 +114,11 @@ def main() -> None:
                 torch.cuda.empty_cache()
 
 
-def measure(table: Table, name: str, way: str, train_set: data.Split, args: argparse.Namespace) -> float:
+def measure(table: Table, name: str, way: str, train_set: InMemoryDataset, args: argparse.Namespace) -> float:
     """Time the step by itself, write two rows, and return the images/s of gathered batches."""
     shape = SHAPES[name]
     order = DistributedBatchSampler(len(train_set), shape.batch, seed=1, size=100 * len(train_set))
-    epoch = ResidentBatches(train_set, order, DEVICE, shift=False)
+    epoch = ResidentBatches(train_set, order, DEVICE)
     batches = itertools.chain.from_iterable(itertools.repeat(epoch))
     one_batch = next(batches)
     started = time.perf_counter()
@@ -159,7 +159,12 @@ def make(shape: Shape, way: str, batch: tuple[torch.Tensor, torch.Tensor]) -> St
     """Return a function that trains a new network on one batch, and returns its loss."""
     torch.manual_seed(1)
     network = Net().to(DEVICE, memory_format=torch.channels_last).train()
-    set_precision(network, shape.precision if DEVICE.type == "cuda" else "fp32")
+    precision = shape.precision if DEVICE.type == "cuda" else "fp32"
+    set_float32_precision(precision, DEVICE)
+    # Without its cache, as a graph that is captured within it cannot have one.
+    autocast = torch.autocast(
+        DEVICE.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+    )
     whole = "whole step" in way
     optimizer = make_optimizer(shape, network, capturable=whole and DEVICE.type == "cuda")
     model: nn.Module = network
@@ -168,12 +173,14 @@ def make(shape: Shape, way: str, batch: tuple[torch.Tensor, torch.Tensor]) -> St
     elif "compiled" in way:
         model = torch.compile(network)
     elif way == "graphed" and DEVICE.type == "cuda":
-        model = torch.cuda.make_graphed_callables(network, (batch[0],))
+        with autocast:
+            model = torch.cuda.make_graphed_callables(network, (batch[0],))
 
     def forward_backward(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         # Without gradients to add to, the backward pass writes them: in a graph always to the same place.
         optimizer.zero_grad(set_to_none=True)
-        loss = F.nll_loss(model(images), labels)
+        with autocast:
+            loss = F.nll_loss(model(images), labels)
         loss.backward()
         return loss.detach()
 

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from measuring import DEVICE, Table, wait
 
-from trainkit.data import datasets as data
 from trainkit.data import staging
+from trainkit.data.datasets import load_dataset, normalize
 from trainkit.data.loaders import DistributedBatchSampler
 from trainkit.training.model import Net
-from trainkit.training.precision import set_precision
+from trainkit.training.precision import set_float32_precision
 
 COLUMNS = [
     "optimizer", "batch", "rule", "warmup", "warmup_updates", "seed", "images", "epochs", "updates", "lr",
@@ -121,7 +121,7 @@ class Running:
     def _one_update(self) -> None:
         self._lr.copy_(self._rates.index_select(0, self._update).squeeze(0))
         indices = self._order.index_select(0, self._update).squeeze(0)
-        images = data.normalize(self._pixels.index_select(0, indices))
+        images = normalize(self._pixels.index_select(0, indices))
         self._optimizer.zero_grad(set_to_none=True)
         loss = F.nll_loss(self.network(images), self._labels.index_select(0, indices))
         loss.backward()
@@ -181,11 +181,11 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=100_000, metavar="N", help="trainings of each size")
     args = parser.parse_args()
     table = Table(args.out, COLUMNS, printed=False)
-    train_set, test_set = data.load("mnist", args.data_dir)
+    train_set, test_set = load_dataset("mnist", args.data_dir)
     pixels = train_set.inputs.to(DEVICE)
     labels = train_set.targets.to(DEVICE)
-    test = data.normalize(test_set.inputs.to(DEVICE)), test_set.targets.to(DEVICE)
-    set_precision(Net().to(DEVICE), "tf32" if DEVICE.type == "cuda" else "fp32")
+    test = normalize(test_set.inputs.to(DEVICE)), test_set.targets.to(DEVICE)
+    set_float32_precision("tf32" if DEVICE.type == "cuda" else "fp32", DEVICE)
     for images in args.images:
         waiting = list(trainings(images, args.batches))[: args.most]
         print(f"{len(waiting)} trainings of {images} images", flush=True)

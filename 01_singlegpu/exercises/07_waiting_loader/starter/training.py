@@ -2,21 +2,23 @@
 
 from dataclasses import replace
 
-from trainkit.data import loaders as batches, datasets as data
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import process_group
-from trainkit.training.model import Net
-from trainkit.training.run import Run
-from trainkit.training.precision import choose_precision
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import optimizer_and_schedule
-
 import torch
 import torch.nn.functional as F
 
+from trainkit.config.options import parse_options
+from trainkit.data.datasets import InMemoryDataset, load_dataset
+from trainkit.data.loaders import augmentation, eval_loader, train_loader
+from trainkit.distributed.process_group import init_single_process
+from trainkit.errors import entrypoint
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
 
-def my_images(split: data.Split) -> data.Split:
+
+def my_images(split: InMemoryDataset) -> InMemoryDataset:
     """Return the same images, prepared in my way, one by one in the processes of the loader."""
     return replace(split, prepare_one=prepare_one)
 
@@ -29,35 +31,40 @@ def prepare_one(image: torch.Tensor) -> torch.Tensor:
     return torch.tensor([(pixel - mean) / std for pixel in pixels]).view(1, 28, 28)
 
 
+@entrypoint
 def main() -> None:
-    opts = options.parse(__doc__)
-    here = process_group.alone(not opts.no_cuda, opts.debug_dir)
-    opts = opts.for_devices(1)
+    opts = parse_options(__doc__)
+    dist_env = init_single_process(use_gpu=not opts.no_cuda, debug_dir=opts.debug_dir)
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(1)
+    set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
 
     # By default all images go to the device once and stay there.
-    train_set, test_set = map(my_images, data.load(opts.dataset, opts.data_dir))
-    train_batches = batches.training(train_set, opts, here.device)
-    test_batches = batches.testing(test_set, opts, here.device)
+    train_set, test_set = map(my_images, load_dataset(opts.dataset, opts.data_dir))
+    train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, dist_env)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    model = Net(opts.width).to(here.device, memory_format=torch.channels_last)
-    choose_precision(model, opts, train_set)
-    optimizer, schedule = optimizer_and_schedule(opts, model, len(train_batches))
+    model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    run = Run("single", opts, here, train_set, model, optimizer, schedule, devices=1)
-    for epoch in run.epochs():  # goes on where an earlier run stopped
+    run = Run("single", opts, dist_env, train_set, model, optimizer, lr_scheduler)
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            loss = F.nll_loss(model(images), labels)
+            with autocast:
+                loss = F.nll_loss(model(images), labels)
             loss.backward()
             optimizer.step()
-            schedule.step()
-            run.add(loss)
-        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))
+            lr_scheduler.step()
+            run.log(loss=loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
     run.finish()
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -7,14 +7,14 @@ import os
 import time
 from pathlib import Path
 
-from trainkit.data import synthetic
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, random_split
+
+from trainkit.data import synthetic
 
 EPOCHS = 6
 BATCH = 64  # images of all ranks together

@@ -10,15 +10,15 @@ import statistics
 from datetime import datetime
 from pathlib import Path
 
-from trainkit import errors
-from trainkit.record import records
-from trainkit.record import samples
 from trainkit.config.command_line import Parser
+from trainkit.errors import entrypoint
+from trainkit.record import records, samples
 
 EPOCH = "epoch"
 COLUMNS = [*samples.COLUMNS, *records.RANK_COLUMNS, *records.COLUMNS]
 
 
+@entrypoint
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("trace", choices=["a", "b", "c"])
@@ -74,4 +74,4 @@ def mean(found: list[object]) -> str:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

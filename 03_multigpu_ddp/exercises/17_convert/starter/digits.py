@@ -5,9 +5,9 @@ Try: python exercises/17_convert/mine/digits.py
 
 from pathlib import Path
 
-from trainkit.data import synthetic
-
 import numpy as np
+
+from trainkit.data import synthetic
 
 FOLDER = Path(__file__).resolve().parent / "digits"
 
