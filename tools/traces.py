@@ -88,7 +88,7 @@ class Gpu:
     memory_share: float = 0.6
     power_limit_w: float = LIMIT_W
     clock_mhz: float = 1_380
-    throttling: Throttling = Throttling()
+    throttling: Throttling = field(default_factory=Throttling)
     celsius: float = 62
     ranks: str | None = None  # with a process on this GPU; None: the one of its number
     cores: float = 1.0
