@@ -136,6 +136,12 @@ def test_the_worst_comes_first(make_job: MakeJob) -> None:
     ]
 
 
+def test_what_could_be_faster_comes_last(make_job: MakeJob) -> None:
+    """Also after a danger, which is no loss yet."""
+    could_be_faster = Gpu(power_w=175, utilisation=70, memory_share=0.99)
+    assert kinds_of(make_job([could_be_faster])) == ["memory_full", "launch_bound"]
+
+
 def test_nothing_is_said_beside_what_explains_it(make_job: MakeJob) -> None:
     """GPUs at low power, and a rank that waits: what follows from the loader is not repeated."""
     assert kinds_of(make_job([STARVED, FULL], facts=FROM_LOADERS)) == ["waiting_for_loader"]

@@ -46,7 +46,7 @@ def test_the_verdict_is_kept_as_json(make_job: MakeJob) -> None:
     assert json.loads(records.verdict_file(run).read_text()) == kept
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
+@pytest.mark.parametrize("name", [*SYNTHETIC, "cpu_waiting_for_loader", "cpu_network_bound"])
 def test_every_evidence_can_be_kept(name: str) -> None:
     """As JSON, in which there is no NaN."""
     verdict = judge(folder_of(name))
