@@ -134,9 +134,10 @@ def test_options_that_count_by_the_gpu(release: str) -> None:
     assert plan.asked.mb_per_node == 0
 
 
-def test_slurm_gives_no_record() -> None:
+@pytest.mark.parametrize("printed", ["", "words of a wrapper\n"])
+def test_slurm_gives_no_record(printed: str) -> None:
     """Then its options count as this job's, but for those that are srun's alone."""
-    plan = decide(replace(JOB, set_aside=LEFT), SLURM_RESTART_COUNT="2")
+    plan = decide(replace(JOB, record=printed, set_aside=LEFT), SLURM_RESTART_COUNT="2")
     srun = {"SLURM_CPU_BIND", "SLURM_EXPORT_ENV", "SRUN_CPUS_PER_TASK"}
     assert {*plan.unset} == srun
     assert ", restart 2, " in plan.header[0]

@@ -87,12 +87,17 @@ class Beginning:
     plain: bool = False
 
     @property
+    def recorded(self) -> dict[str, str]:
+        """Return the fields of its record; none if what scontrol has printed is none."""
+        return slurm.fields(self.record) if "JobId=" in self.record else {}
+
+    @property
     def restarts(self) -> int:
         """Return how often it has come back from the queue.
 
         A job that is sent by another has the other's number in its environment.
         """
-        recorded = slurm.fields(self.record).get("Restarts", "")
+        recorded = self.recorded.get("Restarts", "")
         if recorded.isdecimal():
             return int(recorded)
         return _number(self.variables, "SLURM_RESTART_COUNT")
@@ -188,7 +193,7 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
 
 
 def _refuse_an_array(job: Beginning) -> None:
-    if "ArrayTaskId" in slurm.fields(job.record) and not job.plain:
+    if "ArrayTaskId" in job.recorded and not job.plain:
         raise UserError("this is a job of an array, all of which would train the same: leave out --array.")
 
 
@@ -197,9 +202,8 @@ def _refuse_a_short_limit(job: Beginning) -> None:
 
     It would come back without end, and train a step each time.
     """
-    recorded = slurm.fields(job.record)
-    limit = _seconds(recorded.get("TimeLimit", ""))
-    ran = _seconds(recorded.get("RunTime", ""))
+    limit = _seconds(job.recorded.get("TimeLimit", ""))
+    ran = _seconds(job.recorded.get("RunTime", ""))
     if job.plain or limit is None or ran is None:
         return
     asked = re.findall(r"^#SBATCH --signal=.*@(\d+)", job.signal_lines, re.MULTILINE)
@@ -228,9 +232,9 @@ def _is_of_this_job(name: str, job: Beginning) -> bool:
         return "SLURM_STEP_NODELIST" not in job.set_aside
     if name not in RECORDED:  # only srun sets or reads it
         return False
-    if not job.record:
+    if not job.recorded:
         return True
-    recorded = slurm.fields(job.record).get(RECORDED[name])
+    recorded = job.recorded.get(RECORDED[name])
     return recorded is not None and not (name == "SLURM_MEM_PER_NODE" and recorded.startswith("0"))
 
 
@@ -250,9 +254,9 @@ def _cpus_per_task_asked_for(job: Beginning) -> int | None:
     """Return the CPUs of a task that this job asks for by --cpus-per-task; None if it does not."""
     asked = _number(job.variables, "SLURM_CPUS_PER_TASK")
     recorded = re.search(r" CPUs/Task=(\d+)", job.record)
-    if not asked or (job.record and not (recorded and int(recorded[1]) == asked)):
+    if job.recorded and not (recorded and int(recorded[1]) == asked):
         return None
-    return asked
+    return asked or None
 
 
 def _share_of_cpus(variables: Mapping[str, str]) -> int:
