@@ -28,18 +28,52 @@ GPU, CPU = "NVIDIA H200", "CPU: AMD EPYC 9V74"
 FIGURES = ("throughput.png", "speedup.png", "accuracy.png")
 
 
+# Columns that differ from epoch to epoch.
+OF_EPOCHS = (
+    "warmup",
+    "train_seconds",
+    "images_per_s",
+    "eval_seconds",
+    "test_accuracy",
+    "peak_memory_mb",
+    "elapsed_s",
+)
+
+
 def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -> Path:
     """A run whose epochs had these images/s. The first one is the warm-up; facts are columns."""
-    row = {"stage": "single", "run_id": run_id, "model": "Net", "device_name": GPU, "precision": "fp32"}
-    row |= {"world_size": 1, "nodes": 1, "devices": 1, "threads_per_worker": 1, "lr": 1.0, "gamma": 0.7}
-    row |= {"global_batch": 256, "batch_per_device": 256, "torch_version": "2.15.0", "learning_rate": 1.0}
-    row |= dict.fromkeys(("launcher", "job_id", "node_list", "cuda_version", "git_commit", "started_at"), "")
-    row |= {"steps": 234, "images": 59904, "test_images": 10_000, "train_loss": 0.1, "test_loss": 0.1}
-    row |= {"recorded_at": ""} | facts
-    of_epochs = ("warmup", "train_seconds", "images_per_s", "eval_seconds", "test_accuracy")
-    of_epochs += ("peak_memory_mb", "elapsed_s")
-    known = {name: value for name, value in row.items() if name not in of_epochs}
-    recorder = RecordWriter(folder / "runs", known)
+    of_run = {
+        "stage": "single",
+        "run_id": run_id,
+        "launcher": "",
+        "model": "Net",
+        "lr": 1.0,
+        "gamma": 0.7,
+        "world_size": 1,
+        "nodes": 1,
+        "devices": 1,
+        "device_name": GPU,
+        "threads_per_worker": 1,
+        "global_batch": 256,
+        "batch_per_device": 256,
+        "precision": "fp32",
+        "steps": 234,
+        "images": 59904,
+        "test_images": 10_000,
+        "train_loss": 0.1,
+        "test_loss": 0.1,
+        "learning_rate": 1.0,
+        "recorded_at": "",
+        "job_id": "",
+        "node_list": "",
+        "torch_version": "2.15.0",
+        "cuda_version": "",
+        "git_commit": "",
+        "started_at": "",
+    }
+    of_run |= {name: value for name, value in facts.items() if name not in OF_EPOCHS}
+    of_each_epoch = {name: value for name, value in facts.items() if name in OF_EPOCHS}
+    recorder = RecordWriter(folder / "runs", of_run)
     for i, speed in enumerate(speeds):
         epoch = {
             "epoch": i + 1,
@@ -51,7 +85,7 @@ def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -
             "peak_memory_mb": 300.0,
             "elapsed_s": 10.0 * (i + 1),
         }
-        recorder.add(epoch | {k: v for k, v in facts.items() if k in epoch})
+        recorder.add(epoch | of_each_epoch)
     return recorder.path
 
 
