@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     parser.add_argument("--num-workers", type=int, default=4, help="processes that load images, at most")
     parser.add_argument("--save-every", type=int, default=500, help="steps from one checkpoint to the next")
-    options = parser.parse_args()
+    args = parser.parse_args()
     signals_received = []
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, lambda number, _: signals_received.append(number))
@@ -122,15 +122,15 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # GPUs that have TF32 multiply float32 matrices in it
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
-    if not Path(options.data_dir, "MNIST").is_dir():
-        raise SystemExit(f"there is no MNIST in {options.data_dir}: `make data` in the top folder fetches it")
-    normal = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
-    train_set = datasets.MNIST(options.data_dir, train=True, transform=normal)
-    test_set = datasets.MNIST(options.data_dir, train=False, transform=normal)
+    if not Path(args.data_dir, "MNIST").is_dir():
+        raise SystemExit(f"there is no MNIST in {args.data_dir}: `make data` in the top folder fetches it")
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
+    train_set = datasets.MNIST(args.data_dir, train=True, transform=transform)
+    test_set = datasets.MNIST(args.data_dir, train=False, transform=transform)
     # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
-    num_workers = min(options.num_workers, len(os.sched_getaffinity(0)) - 1)
+    num_workers = min(args.num_workers, len(os.sched_getaffinity(0)) - 1)
     worker_seeds = torch.Generator()  # of its own, or the loaders would draw from the numbers of the dropout
-    loading = {
+    loader_options = {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,  # they serve all epochs
         "pin_memory": device.type == "cuda",  # the GPU can fetch such a batch by itself (non_blocking)
@@ -139,29 +139,29 @@ def main() -> None:
     }
     # For one process this sampler only shuffles. Its order follows from the epoch, so a resume has the same.
     sampler = ResumableSampler(train_set, num_replicas=1, rank=0, drop_last=True)
-    batch_size = options.batch_size
-    train_batches = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loading)
-    test_batches = DataLoader(test_set, batch_size=1000, **loading)
-    steps = len(train_batches)
+    batch_size = args.batch_size
+    train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loader_options)
+    test_loader = DataLoader(test_set, batch_size=1000, **loader_options)
+    steps = len(train_loader)
     if steps == 0:
-        raise SystemExit(f"--batch-size {options.batch_size}: there are only {len(train_set)} images")
+        raise SystemExit(f"--batch-size {args.batch_size}: there are only {len(train_set)} images")
 
     model = Net().to(device)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-    losses = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
+    lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    loss_sum = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
 
     checkpoint = FOLDER / "checkpoints" / "plain.pt"
     # What has a state_dict. A GradScaler or averaged weights would belong here, too.
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    parts = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
     weights = sum(parameter.numel() for parameter in model.parameters())
-    settings = {"batch size": options.batch_size, "weights": weights}
+    settings = {"batch size": args.batch_size, "weights": weights}
 
     def save(epoch: int, step: int) -> None:
         """Save all that a resume needs: `step` steps of `epoch` are done."""
-        own = {"losses": losses.item(), "random": random_states(device)}
         state = {name: part.state_dict() for name, part in parts.items()}
-        state |= {"settings": settings, "epoch": epoch, "step": step, "own": own}
+        state |= {"settings": settings, "epoch": epoch, "step": step}
+        state |= {"loss_sum": loss_sum.item(), "random": random_states(device)}
         write_whole(state, checkpoint)
 
     first_epoch = 1
@@ -173,23 +173,22 @@ def main() -> None:
             raise SystemExit(f"{checkpoint} has {saved.get('settings')}, not {settings}: move it away")
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-        own = saved["own"]
-        losses.fill_(own["losses"])
-        set_random_states(own["random"], device)
+        loss_sum.fill_(saved["loss_sum"])
+        set_random_states(saved["random"], device)
         first_epoch = saved["epoch"]
         step = saved["step"]
         print(f"resumed from {checkpoint}: epoch {first_epoch}, {step} of {steps} steps done")
-    if first_epoch > options.epochs:
-        print(f"there is nothing left to do: --epochs {options.epochs}")
+    if first_epoch > args.epochs:
+        print(f"there is nothing left to do: --epochs {args.epochs}")
 
-    for epoch in range(first_epoch, options.epochs + 1):
+    for epoch in range(first_epoch, args.epochs + 1):
         sampler.set_epoch(epoch)  # a new order in every epoch
         sampler.done = step * batch_size
         worker_seeds.manual_seed(epoch)
         model.train()
-        to_train = (steps - step) * options.batch_size
+        to_train = (steps - step) * args.batch_size
         started = time.perf_counter()
-        for images, labels in train_batches:
+        for images, labels in train_loader:
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
@@ -197,30 +196,30 @@ def main() -> None:
                 loss = F.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
-            losses += loss.detach() * len(images)
+            loss_sum += loss.detach() * len(images)
             step += 1
             stop = len(signals_received) > 0
-            if stop or step % options.save_every == 0:
+            if stop or step % args.save_every == 0:
                 save(epoch, step)
             if stop:
                 print(f"saved and stopped in epoch {epoch} after {step} of {steps} steps")
                 (FOLDER / "stopped").touch()  # the job script sends the job back to the queue
                 return
-        mean = losses.item() / (steps * options.batch_size)  # item() waits for the GPU: all its work is timed
+        mean = loss_sum.item() / (steps * args.batch_size)  # item() waits for the GPU: all its work is timed
         speed = to_train / (time.perf_counter() - started)
 
         model.eval()
         counts = torch.zeros(2, device=device)  # of right answers, and of images
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=has_bf16):
-            for images, labels in test_batches:
+            for images, labels in test_loader:
                 images = images.to(device, non_blocking=True)
                 labels = labels.to(device, non_blocking=True)
                 counts[0] += (model(images).argmax(1) == labels).sum()
                 counts[1] += len(labels)
         right, tested = counts.tolist()
         print(f"epoch {epoch}: loss {mean:.4f}, {right:.0f} of {tested:.0f} right, {speed:.0f} images/s")
-        schedule.step()
-        losses.zero_()
+        lr_scheduler.step()
+        loss_sum.zero_()
         step = 0
         save(epoch + 1, step)
 

@@ -159,7 +159,7 @@ def test_a_process_takes_its_gpu_before_it_meets_the_others(
 def test_the_difference_is_short_enough_to_learn() -> None:
     before, after = (path.read_text().splitlines() for path in (PLAIN, PLAIN_DDP))
     changed = [line for line in difflib.unified_diff(before, after, n=0) if re.match(r"[+-](?![+-])", line)]
-    assert len(changed) <= 85
+    assert len(changed) <= 90
     assert "trainkit" not in "".join(before + after)
 
 
