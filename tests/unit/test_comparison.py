@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from trainkit.compare import variants
 from trainkit.compare.report import report, report_each
 from trainkit.errors import UserError
 from trainkit.record import records
@@ -343,6 +344,13 @@ def test_other_arguments_rates_and_scripts_make_a_speedup_doubtful(
     _, table, _ = compared()
     two = table[(table.devices == 2) & (table.global_batch == 340)].iloc[0]
     assert two.speedup > 2 and pd.isna(two.doubt)
+
+
+def test_the_first_epoch_of_a_warm_up_makes_no_other_rates() -> None:
+    """Its first step depends on the number of steps; but it counts where both have trained for no other."""
+    assert not variants.other_rates("1:0.1 2:1", "1:0.2 2:1 3:1")
+    assert variants.other_rates("1:0.1 2:1", "1:0.1 2:0.9")
+    assert variants.other_rates("1:0.1", "1:0.2 2:1")
 
 
 def test_schedules_that_differ_within_a_long_training_are_rows(tmp_path: Path, compared: Compared) -> None:
