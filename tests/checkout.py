@@ -29,7 +29,7 @@ PRETENDED = """
 import os, sys, time
 from trainkit import errors
 from trainkit.config import options
-from trainkit.distributed import launchers as place
+from trainkit.distributed import launchers
 from trainkit.record import records
 
 SPEEDS = {4096: 300_000, 8192: 310_000}
@@ -40,7 +40,7 @@ TEXTS = ("launcher", "job_id", "node_list", "torch_version", "cuda_version", "gi
 
 def main():
     opts = parse_options("", sys.argv[1:])
-    dist_env = place.read()
+    dist_env = launchers.read()
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     devices = len(gpus) if STAGE in ("single", "dp") else dist_env.world_size
     if dist_env.rank != 0:

@@ -18,15 +18,18 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported within a group, it would keep that alive
 
 from trainkit.devices import accelerator_of, card, choose_device, gpus
-from trainkit.distributed import debugging, meeting
-from trainkit.distributed import launchers as place
+from trainkit.distributed import debugging, launchers, meeting
 from trainkit.distributed.launchers import DistEnv
 from trainkit.distributed.meeting import ANOTHER_PORT, DOCTOR
 from trainkit.distributed.names import Problem
 from trainkit.errors import PeerError, UserError, fail, first_line
 
-PIECE_BYTES = 2**26  # of a large tensor that travels
-PATIENCE_SECONDS = 20  # beyond twice --timeout, for processes that do meet
+# A large tensor travels in pieces of so many: a GPU needs no more memory for it.
+PIECE_BYTES = 2**26
+# What processes that do meet may need beyond twice --timeout.
+PATIENCE_SECONDS = 20
+# Between two entries of the log of where this process is, if it is the only one.
+LOG_INTERVAL_SECONDS = 60
 
 
 def init_single_process(*, use_gpu: bool, debug_dir: Path | None = None) -> DistEnv:
@@ -46,7 +49,7 @@ def init_single_process(*, use_gpu: bool, debug_dir: Path | None = None) -> Dist
             f"on {nodes} node(s): ask for one task (--nodes=1 --ntasks=1), or use stage 03, "
             "03_multigpu_ddp/mnist_ddp.py."
         )
-    dist_env = _with_device(dist_env, use_gpu, debug_dir, every=60)
+    dist_env = _with_device(dist_env, use_gpu, debug_dir, every=LOG_INTERVAL_SECONDS)
     _introduce(dist_env, debug_dir)
     return dist_env
 
@@ -65,9 +68,9 @@ def init_distributed(*, use_gpu: bool, timeout_seconds: int, debug_dir: Path | N
     # A rank logs where it is twice before the others give up on it.
     dist_env = _with_device(_read_env(), use_gpu, debug_dir, every=timeout_seconds / 2)
     _meet(dist_env, timedelta(seconds=timeout_seconds))
-    if not place.launcher_of().tells_num_nodes:
-        nodes = gather(place.node())
-        dist_env = replace(dist_env, num_nodes=len({*nodes}), local_world_size=nodes.count(place.node()))
+    if not launchers.launcher_of().tells_num_nodes:
+        nodes = gather(launchers.node())
+        dist_env = replace(dist_env, num_nodes=len({*nodes}), local_world_size=nodes.count(launchers.node()))
     _introduce(dist_env, debug_dir)
     return dist_env
 
@@ -79,7 +82,7 @@ def read_distributed(device: torch.device) -> DistEnv:
         UserError: if a launcher started several processes, and there is no group yet, or one for each.
     """
     try:
-        dist_env = place.read()
+        dist_env = launchers.read()
     except ValueError as error:
         if count() == 1:
             raise UserError(str(error)) from None
@@ -100,7 +103,7 @@ def read_distributed(device: torch.device) -> DistEnv:
 
 def _read_env() -> DistEnv:
     try:
-        return place.read()
+        return launchers.read()
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -161,7 +164,8 @@ def _reach_store(dist_env: DistEnv, timeout: timedelta) -> dist.Store:
             cause = Problem(first_line(error), "correct MASTER_PORT")
             raise _could_not_meet(dist_env, cause) from None
         except RuntimeError as error:
-            master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            master = os.environ["MASTER_ADDR"]
+            port = int(os.environ["MASTER_PORT"])
             cause = meeting.no_store(master, port, opens_it=dist_env.rank == 0, error=error)
             raise _could_not_meet(dist_env, cause) from None
     return store
@@ -195,7 +199,7 @@ def _refuse_foreign(store: dist.Store, dist_env: DistEnv, timeout: timedelta) ->
     try:
         store.wait(["training"], timeout)
     except RuntimeError:
-        if place.launcher_of().opens_store:
+        if launchers.launcher_of().opens_store:
             cause = meeting.missing([0])
         else:
             cause = meeting.foreign(own=own, other="one that does not use trainkit")
@@ -212,13 +216,15 @@ def _roll_key(rank: int) -> str:
 
 def _training(dist_env: DistEnv) -> str:
     """Return words by which the ranks of one training know each other; they are the same on all of them."""
-    words = [place.launcher_of().training_id(), f"{dist_env.world_size} processes"]
+    words = [launchers.launcher_of().training_id(), f"{dist_env.world_size} processes"]
     return ", ".join(filter(None, words))
 
 
 def _refuse_shared_card(store: dist.Store, dist_env: DistEnv, own_card: str) -> None:
     """Raise a UserError if another rank has the same card, which NCCL does not allow."""
-    for other in range(dist_env.rank) if own_card else ():
+    if not own_card:
+        return
+    for other in range(dist_env.rank):
         if store.get(_roll_key(other)).decode() == own_card:
             raise UserError(
                 f"rank {dist_env.rank} has the GPU of rank {other}, or a slice (MIG) of its card "
@@ -291,15 +297,20 @@ def broadcast(value: object, source: int = 0) -> object:
     """
     if not dist.is_initialized():
         return value
-    packed, tensors = _without_tensors(value) if rank() == source else (b"", [])
-    travels = [packed, [(one.shape, one.stride(), one.dtype) for one in tensors]]
-    dist.broadcast_object_list(travels, src=source)
-    packed, layouts = travels
-    if rank() != source:
-        tensors = [torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype in layouts]
+    if rank() == source:
+        packed, tensors = _without_tensors(value)
+        layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+        dist.broadcast_object_list([packed, layouts], src=source)
+    else:
+        received = [None, None]
+        dist.broadcast_object_list(received, src=source)
+        packed, layouts = received
+        tensors = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in layouts]
     for tensor in tensors:
         _broadcast_in_place(tensor, source)
-    return value if rank() == source else _WithTensors(packed, tensors).load()
+    if rank() == source:
+        return value
+    return _WithTensors(packed, tensors).load()
 
 
 class _WithoutTensors(pickle.Pickler):
@@ -310,14 +321,17 @@ class _WithoutTensors(pickle.Pickler):
         self.tensors: list[torch.Tensor] = []
 
     def persistent_id(self, value: object) -> int | None:
-        plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout == torch.strided
-        if not plain or value.requires_grad or value.is_quantized or not value.numel():
+        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
+            return None
+        if value.requires_grad or value.is_quantized or not value.numel():
             return None
         self.tensors.append(value)
         return len(self.tensors) - 1
 
 
 class _WithTensors(pickle.Unpickler):
+    """Puts `tensors` where `_WithoutTensors` has left their numbers."""
+
     def __init__(self, packed: bytes, tensors: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(packed))
         self._tensors = tensors
@@ -327,12 +341,17 @@ class _WithTensors(pickle.Unpickler):
 
 
 def _without_tensors(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    pickler = _WithoutTensors(packed := io.BytesIO())
+    """Return the value, pickled without its tensors, and these, each without gaps in memory.
+
+    A part of another tensor has gaps, and is copied. A layout such as channels_last stays.
+    """
+    packed = io.BytesIO()
+    pickler = _WithoutTensors(packed)
     pickler.dump(value)
-    # Without gaps in memory, as parts of others have them; a layout such as channels_last stays.
-    dense = [
-        one if torch.empty_like(one).stride() == one.stride() else one.clone() for one in pickler.tensors
-    ]
+    dense = []
+    for tensor in pickler.tensors:
+        has_gaps = torch.empty_like(tensor).stride() != tensor.stride()
+        dense.append(tensor.clone() if has_gaps else tensor)
     return packed.getvalue(), dense
 
 
@@ -354,14 +373,18 @@ def on_rank_0(action: Callable[[], object]) -> object:
     Raises:
         Exception: what `action` raises, on rank 0; the others then raise a PeerError, so none waits.
     """
-    value = mistake = None
+    value = None
+    own_error = None
     if is_rank_0():
         try:
             value = action()
         except Exception as error:  # of any kind: the others have to know
-            mistake = error
-    if broadcast(mistake is not None):
-        raise mistake or PeerError("rank 0 had to stop: see its error.")
+            own_error = error
+    failed = broadcast(own_error is not None)
+    if own_error is not None:
+        raise own_error
+    if failed:
+        raise PeerError("rank 0 had to stop: see its error.")
     return value
 
 

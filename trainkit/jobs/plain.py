@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainkit import errors, job_folder
-from trainkit.distributed import launchers as place
+from trainkit.distributed import launchers
 from trainkit.jobs import as_main
 from trainkit.process import end_with
 from trainkit.signals import STOP_SIGNALS
@@ -23,7 +23,7 @@ from trainkit.signals import STOP_SIGNALS
 def run(script: Path, arguments: Sequence[str], noted: bool = False) -> NoReturn:
     """Run the script in place of this process, or with `noted` in a child, whose exit code is noted."""
     try:
-        dist_env = place.read()
+        dist_env = launchers.read()
     except ValueError as error:
         errors.fail(str(error))
     variables = {"RANK": dist_env.rank, "LOCAL_RANK": dist_env.local_rank}

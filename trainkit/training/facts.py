@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from trainkit.devices import accelerator_of, device_name
-from trainkit.distributed import launchers as place
-from trainkit.distributed import process_group
+from trainkit.distributed import launchers, process_group
 from trainkit.distributed.launchers import DistEnv
 from trainkit.training import identity
 from trainkit.training.model import class_name
@@ -30,8 +29,8 @@ def of_start(dist_env: DistEnv, model: nn.Module, dataset: str, precision: str) 
         "nodes": dist_env.num_nodes,
         "launcher": dist_env.launcher,
         "script": identity.of_script(),
-        "job_id": place.job_id(),
-        "node_list": place.node_list(),
+        "job_id": launchers.job_id(),
+        "node_list": launchers.node_list(),
         "torch_version": str(torch.__version__),
         "cuda_version": accelerator_of(dist_env.device).version(),
         # Of rank 0, which writes the record: all ranks at once would burden the disk that they share.
