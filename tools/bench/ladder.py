@@ -73,7 +73,7 @@ def main() -> None:
 
     order = DistributedBatchSampler(len(train_set), BATCH, seed=1)
     if "data set resident as bytes" in have:
-        batches = ResidentBatches(train_set, order, device, shift=False)
+        batches = ResidentBatches(train_set, order, device)
     else:
         batches = torch.utils.data.DataLoader(train_set, batch_sampler=order)
     batches = _endless(batches)

@@ -49,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     table = Table(args.out, COLUMNS)
     train_set, _ = load_dataset("mnist", args.data_dir)
-    dist_env = process_group.init_single_process(True)
+    dist_env = process_group.init_single_process(use_gpu=True)
     for name in args.shapes or SHAPES:
         batch, precision = SHAPES[name]
         if DEVICE.type == "cpu":
@@ -105,7 +105,7 @@ class BareTraining:
         self.network = Net(opts.width).to(DEVICE, memory_format=torch.channels_last)
         set_float32_precision(opts.precision, DEVICE)
         self.autocast = torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
-        self.optimizer, self.schedule = build_optimizer(opts, self.network, 10**6)
+        self.optimizer, self.lr_scheduler = build_optimizer(opts, self.network, 10**6)
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -122,9 +122,9 @@ class KitTraining:
         self.network = Net(opts.width).to(DEVICE, memory_format=torch.channels_last)
         set_float32_precision(opts.precision, DEVICE)
         self.autocast = torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
-        self.optimizer, self.schedule = build_optimizer(opts, self.network, 10**6)
+        self.optimizer, self.lr_scheduler = build_optimizer(opts, self.network, 10**6)
         self.run = Run(
-            "overhead", opts, dist_env, train_set, self.network, self.optimizer, self.schedule, devices=1
+            "overhead", opts, dist_env, train_set, self.network, self.optimizer, self.lr_scheduler, devices=1
         )
         self.epochs = self.run.epochs()
         self.train_batches = train_loader(train_set, opts, dist_env)
@@ -137,7 +137,7 @@ class KitTraining:
                 loss = F.nll_loss(self.network(images), labels)
             loss.backward()
             self.optimizer.step()
-            self.schedule.step()
+            self.lr_scheduler.step()
             self.run.log(loss=loss)
 
 
@@ -161,7 +161,7 @@ def time_loops(
     def with_the_schedule() -> None:
         for images, labels in itertools.islice(gathered, steps):
             bare.step(images, labels)
-            bare.schedule.step()
+            bare.lr_scheduler.step()
 
     loops = {
         "step on one batch": one_batch_again,
@@ -214,7 +214,7 @@ def parts(
         "the loader: all of these": lambda: next(gathered),
         "zero_grad, forward, loss, backward, optimizer: the step": lambda: bare.step(*one_batch),
         "optimizer.step": bare.optimizer.step,
-        "schedule.step": bare.schedule.step,
+        "schedule.step": bare.lr_scheduler.step,
         "note a loss (in run.log)": note_the_loss,
         "run.steps and run.log, without a step": run_steps_and_add,
     }
