@@ -5,10 +5,11 @@ Try: torchrun --standalone --nproc-per-node=2 breakdown.py --batch-size 256
 
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from trainkit.config.options import option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, train_loader
 from trainkit.distributed import process_group
+from trainkit.distributed.launchers import DistEnv
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
 from trainkit.errors import entrypoint
 from trainkit.training import step_phases
@@ -99,33 +101,18 @@ def main() -> None:
                 yield "optimizer"
 
     phases = training()
-    # Seconds of this rank, an entry for each repeat: of a step as a whole (), and of the phases (steps, 4)
-    # of steps with the exchange and of steps without it.
-    steps_of_repeats = []
-    together_of_repeats = []
-    alone_of_repeats = []
-    # In turns, so that a busy moment of the machine does not hit one kind of step only.
-    for _ in range(1 + opts.repeats):
-        whole = step_phases.laps(phases, dist_env.device, STEPS, every=STEPS * len(step_phases.TIMED))
-        together = step_phases.laps(phases, dist_env.device, STEPS)
-        alone = together
-        if dist_env.world_size > 1:
-            with no_sync():  # the ranks drift apart: this is no training
-                alone = step_phases.laps(phases, dist_env.device, STEPS)
-        steps_of_repeats.append(whole.mean() / STEPS)
-        together_of_repeats.append(together.view(STEPS, -1))
-        alone_of_repeats.append(alone.view(STEPS, -1))
-    step = of_all_ranks(steps_of_repeats)
-    seconds = step_phases.split(of_all_ranks(together_of_repeats), of_all_ranks(alone_of_repeats))
+    measured = measure(phases, no_sync, dist_env, opts.repeats)
+    seconds = step_phases.split(measured.together, measured.alone)
 
     facts = step_phases.facts(opts, dist_env, train_set.name, model)
     hosts = process_group.gather(platform.node())
-    process_group.on_rank_0(lambda: errors.tell(step_phases.as_text(facts, seconds, step)))
+    process_group.on_rank_0(lambda: errors.tell(step_phases.as_text(facts, seconds, measured.step)))
     if opts.dry_run:
         process_group.on_rank_0(lambda: errors.tell("dry run: nothing was written."))
     else:
         file = folder / f"{facts['run_id']}.tsv"
-        process_group.on_rank_0(lambda: step_phases.write(file, facts, hosts, seconds | {"step": step}))
+        seconds["step"] = measured.step
+        process_group.on_rank_0(lambda: step_phases.write(file, facts, hosts, seconds))
         if opts.trace:
             write_trace(phases, file.with_suffix(""), dist_env.rank)
     destroy_distributed()
@@ -133,6 +120,36 @@ def main() -> None:
 
 def do_nothing() -> None:
     pass
+
+
+class Measured(NamedTuple):
+    """Seconds of all ranks, float64."""
+
+    step: torch.Tensor  # of a step as a whole, (ranks, repeats)
+    together: torch.Tensor  # of the phases of steps with the exchange, (ranks, repeats, steps, phases)
+    alone: torch.Tensor  # of the phases of steps without it
+
+
+def measure(
+    phases: Iterator[str],
+    no_sync: Callable[[], AbstractContextManager[None]],
+    dist_env: DistEnv,
+    repeats: int,
+) -> Measured:
+    """Train, and time the kinds of steps in turns: a busy moment of the machine is to hit all alike."""
+    steps = []
+    together = []
+    alone = []
+    for _ in range(1 + repeats):
+        whole = step_phases.laps(phases, dist_env.device, STEPS, every=STEPS * len(step_phases.TIMED))
+        steps.append(whole.mean() / STEPS)
+        of_phases = step_phases.laps(phases, dist_env.device, STEPS)
+        together.append(of_phases.view(STEPS, -1))
+        if dist_env.world_size > 1:
+            with no_sync():  # the ranks drift apart: this is no training
+                of_phases = step_phases.laps(phases, dist_env.device, STEPS)
+        alone.append(of_phases.view(STEPS, -1))
+    return Measured(of_all_ranks(steps), of_all_ranks(together), of_all_ranks(alone))
 
 
 def of_all_ranks(repeats: list[torch.Tensor]) -> torch.Tensor:
