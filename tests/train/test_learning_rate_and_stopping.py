@@ -20,7 +20,7 @@ from conftest import (
 )
 
 from trainkit.compare import comparison
-from trainkit.config.options import parse
+from trainkit.config.options import parse_options
 from trainkit.data.datasets import InMemoryDataset
 from trainkit.data.loaders import hold_out
 from trainkit.errors import UserError
@@ -31,7 +31,7 @@ STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the fir
 
 
 def learning_rates(*arguments: object, steps_per_epoch: int, steps: int) -> list[float]:
-    opts = parse("", list(map(str, arguments)))
+    opts = parse_options("", list(map(str, arguments)))
     optimizer, lr_scheduler = build_optimizer(opts, torch.nn.Linear(2, 2), steps_per_epoch)
     used = []
     for _ in range(steps):

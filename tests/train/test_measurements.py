@@ -136,7 +136,7 @@ def test_a_rank_counts_over_all_nodes_and_its_gpu_on_its_own(
         store.set(key, value)
     monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(store, 3, 4)]))
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **how: met.append(how["rank"]))
-    dist_env = process_group.init_distributed(use_cuda=True, timeout=30)
+    dist_env = process_group.init_distributed(use_gpu=True, timeout_seconds=30)
     assert (dist_env.rank, dist_env.local_rank, dist_env.world_size, dist_env.num_nodes) == (3, 1, 4, 2)
     assert met == [1, 3]
     assert dist_env.device == torch.device("cuda", 1)

@@ -335,14 +335,14 @@ def close_when_busy(close=dist.destroy_process_group):
 
 
 def main():
-    process_group.init_distributed(use_cuda=False, timeout=30)
+    process_group.init_distributed(use_gpu=False, timeout_seconds=30)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model.itself = [model]  # a reference cycle: the model outlives main()
     if sys.argv[1:] == ["fails"]:
         be_busy()
         raise errors.UserError("planted")
     dist.destroy_process_group = close_when_busy
-    destroy_distributed()
+    process_group.destroy_distributed()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from trainkit.distributed.launchers import node
 from trainkit.doctor.checkup import FAULT, FIXES, OK, STEP_SECONDS, WARNING, Finding, in_words, send
 from trainkit.training import clock, run  # noqa: F401  as a rank imports it
 from trainkit.training.facts import git_commit
+from trainkit.tuning import tune_process
 
 # Of the tensors that are summed: 1 KB to 64 MB.
 SIZES_BYTES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))
@@ -42,13 +43,13 @@ def software() -> Iterator[Finding]:
 
 def mnist(data_dir: Path) -> Iterator[Finding]:
     """Check that the data can be read here."""
-    datasets.load("mnist", data_dir)
+    datasets.load_dataset("mnist", data_dir)
     yield Finding("data", OK, f"MNIST in {data_dir}")
 
 
 def gpus(tasks: int | None) -> Iterator[Finding]:
     """Check this rank's GPU, chosen as in a training; one rank of a node checks those of all `tasks`."""
-    chosen = devices.choose_device(launchers.read(), use_cuda=True)
+    chosen = devices.choose_device(launchers.read(), use_gpu=True)
     free = devices.accelerator_of(chosen).free_memory_share(chosen)
     if free < LEAST_FREE_MEMORY:
         message = f"{1 - free:.0%} of its GPU's memory is taken before the training starts"
@@ -96,7 +97,7 @@ def look_from_login_node(data_dir: str, most_gpus: int) -> None:
         findings.append(Finding("gpus", FAULT, message, fix))
     for finding in findings:
         send(finding=finding._asdict())
-    datasets.load("mnist", Path(data_dir))
+    datasets.load_dataset("mnist", Path(data_dir))
     send(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
 
 
@@ -106,7 +107,8 @@ def join() -> Iterator[Finding]:
         log = Path(folder, "nccl.log")
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
         # The step itself has a little longer, so that the group's own error is what is reported.
-        process_group.join(use_cuda=True, timeout=STEP_SECONDS - 5)
+        dist_env = process_group.init_distributed(use_gpu=True, timeout_seconds=STEP_SECONDS - 5)
+        tune_process(dist_env)
         # NCCL connects at its first operation.
         process_group.barrier()
         words_of_nccl = log.read_text(errors="replace") if log.exists() else ""
@@ -120,7 +122,7 @@ def join() -> Iterator[Finding]:
 
 def all_reduce(nodes: int) -> Iterator[Finding]:
     """Check that sums over all ranks are correct, and time them; rank 0 reports the rows."""
-    chosen = devices.choose_device(launchers.read(), use_cuda=True)
+    chosen = devices.choose_device(launchers.read(), use_gpu=True)
     facts = {
         "nodes": nodes,
         "job": os.environ["SLURM_JOB_ID"],
@@ -148,7 +150,7 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
         for row in rows:
             send(row=row)
         yield _network_finding(rows, nodes)
-    process_group.leave()
+    process_group.destroy_distributed()
 
 
 def _wrong_sums(size_bytes: int, chosen: torch.device) -> int:
