@@ -62,7 +62,7 @@ torch.save = lambda *what: (save(*what), __import__("time").sleep(0.1))
 def slowly(tmp_path: Path) -> Path:
     """Stage 01, with slow checkpoints."""
     path = tmp_path / "slowly.py"
-    path.write_text(STAGES["single"].read_text().replace("\n\ndef main(", f"{SLOW}\n\ndef main("))
+    path.write_text(STAGES["single"].read_text().replace("\n\n@entrypoint\n", f"{SLOW}\n\n@entrypoint\n"))
     return path
 
 
@@ -125,17 +125,17 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(
 
 KILLED_BEFORE_A_CHECKPOINT = """
 import os
-from trainkit.training.checkpoint import Checkpoints
-save = Checkpoints.save
+from trainkit.training.checkpoint import Checkpointer
+save = Checkpointer.save
 
 
-def save_or_die(self, epoch, part=None, stop=False):
+def save_or_die(self, epoch, partial_epoch=None, stop=False):
     if os.environ.get("KILLED_BEFORE") == str(epoch):
         os.kill(os.getpid(), 9)
-    save(self, epoch, part, stop)
+    save(self, epoch, partial_epoch, stop)
 
 
-Checkpoints.save = save_or_die
+Checkpointer.save = save_or_die
 """
 
 
@@ -145,7 +145,7 @@ def test_killed_between_a_row_and_its_checkpoint_it_stays_one_run(
     """Twice at the same place; then it comes to its end. Every epoch counts once, as it was made last."""
     path = tmp_path / "killed.py"
     text = STAGES["single"].read_text()
-    path.write_text(text.replace("\n\ndef main(", f"{KILLED_BEFORE_A_CHECKPOINT}\n\ndef main("))
+    path.write_text(text.replace("\n\n@entrypoint\n", f"{KILLED_BEFORE_A_CHECKPOINT}\n\n@entrypoint\n"))
     how = (path, *options(tmp_path), "--epochs", 3)
     for _ in range(2):
         assert script(*how, env={"KILLED_BEFORE": "3"}).returncode == -signal.SIGKILL

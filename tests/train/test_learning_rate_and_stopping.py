@@ -125,7 +125,8 @@ def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script
 
 def test_a_run_that_its_script_ends_early_says_so(script: Script, tmp_path: Path) -> None:
     text = (STAGES["single"]).read_text()
-    last_line = "        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss))\n"
+    last_line = "        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))\n"
+    assert last_line in text
     copy = tmp_path / "ends_early.py"
     copy.write_text(text.replace(last_line, f"{last_line}        break\n"))
     succeeded(script(copy, *SMALL, "--epochs", 3, "--results-dir", tmp_path))
