@@ -96,7 +96,7 @@ def main() -> None:
             optimizer.step()
             lr_scheduler.step()
             run.log(loss=loss)
-        errors.tell("seconds: " + ", ".join(f"{name} {spent:.3f}" for name, spent in seconds.items()))
+        errors.print_line("seconds: " + ", ".join(f"{name} {spent:.3f}" for name, spent in seconds.items()))
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
     run.finish()
 

@@ -54,10 +54,11 @@ def submit(request: Request) -> Handle:
     return sent.handle
 
 
+@errors.entrypoint
 def main() -> int:
     request, own_options = submission.parse("dp", __doc__)
     if own_options.dry_run:
-        errors.tell(submission.preview(request))
+        errors.print_line(submission.preview(request))
         return 0
     job = submit(request)
     # Its number, its log, and how to stop it.
@@ -66,4 +67,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

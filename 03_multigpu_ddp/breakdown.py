@@ -106,9 +106,9 @@ def main() -> None:
 
     facts = step_phases.facts(opts, dist_env, train_set.name, model)
     hosts = process_group.gather(platform.node())
-    process_group.on_rank_0(lambda: errors.tell(step_phases.as_text(facts, seconds, measured.step)))
+    process_group.on_rank_0(lambda: errors.print_line(step_phases.as_text(facts, seconds, measured.step)))
     if opts.dry_run:
-        process_group.on_rank_0(lambda: errors.tell("dry run: nothing was written."))
+        process_group.on_rank_0(lambda: errors.print_line("dry run: nothing was written."))
     else:
         file = folder / f"{facts['run_id']}.tsv"
         seconds["step"] = measured.step
@@ -184,7 +184,7 @@ def write_trace(phases: Iterator[str], path: Path, rank: int) -> None:
     if not file.exists():  # of which it says nothing
         raise errors.UserError(f"{file} could not be written: free the space, or give another --results-dir.")
     process_group.on_rank_0(
-        lambda: errors.tell(
+        lambda: errors.print_line(
             f"traces: {path}.rank-*.json, one of each rank. Open one at https://ui.perfetto.dev (it stays in "
             "your browser), or in Chrome at chrome://tracing."
         )

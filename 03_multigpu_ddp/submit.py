@@ -58,10 +58,11 @@ def submit(request: Request) -> Handle:
     return sent.handle
 
 
+@errors.entrypoint
 def main() -> int:
     request, own_options = submission.parse("ddp", __doc__)
     if own_options.dry_run:
-        errors.tell(submission.preview(request))
+        errors.print_line(submission.preview(request))
         return 0
     job = submit(request)
     # Its number, its log, and how to stop it.
@@ -70,4 +71,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -15,12 +15,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit import errors
 from trainkit.config import options
 from trainkit.config.command_line import Parser, at_least, given_path
 from trainkit.data import staging
 from trainkit.distributed.launchers import job_id
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.jobs import local, slurm, submission, sweep
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import STAGES
@@ -71,6 +70,7 @@ class Probe(NamedTuple):
     eval_seconds: float
 
 
+@entrypoint
 def main() -> int:
     arguments, passed_on = _parse()
     site = read_site()
@@ -121,7 +121,7 @@ def _make_sweep(
     minutes = local.DAY_MINUTES
     if devices.in_slurm:
         minutes = site.minutes or submission.DEFAULT_MINUTES
-        tell("Slurm found: the runs go as jobs; --local runs them on this machine")
+        print_line("Slurm found: the runs go as jobs; --local runs them on this machine")
     return sweep.Sweep(
         folder=folder.absolute(),
         arguments=(*passed_on, "--epochs", str(epochs), "--dataset", dataset),
@@ -155,18 +155,18 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, arguments: ar
         # On several GPUs it is about the same.
         epoch_seconds = train_size / probe.images_per_s + probe.eval_seconds
         run_seconds = OVERHEAD_SECONDS + compared.opts.epochs * epoch_seconds
-        tell(f"measured on one GPU: {probe.images_per_s:,.0f} images/s")
+        print_line(f"measured on one GPU: {probe.images_per_s:,.0f} images/s")
     passes = train_size / staging.TRAIN_IMAGES
     length = f" ({passes:g} passes over MNIST)" if passes > 1 else ""
-    tell(f"batch {batch} on each GPU, epochs of {train_size:,} images{length}")
+    print_line(f"batch {batch} on each GPU, epochs of {train_size:,} images{length}")
     repeats = arguments.repeats or GPU_REPEATS
     if gpus == 1:
-        tell(
+        print_line(
             "One GPU shows what DDP itself costs, not how DDP and DataParallel scale: that takes two or more."
         )
     else:
         fewer_repeats = "--repeats 1 or " if repeats > 1 else ""
-        tell(f"{fewer_repeats}--workers {gpus // 2} takes less time")
+        print_line(f"{fewer_repeats}--workers {gpus // 2} takes less time")
     # A dictionary without values: two grids may give the same run.
     runs: dict[sweep.PlannedRun, None] = {}
     for grid in plan_on_gpus(gpus, batch, train_size, repeats):
@@ -182,7 +182,7 @@ def _report(csvs: list[Path], out: Path) -> int:
     # It loads pandas, which is needed here only: login nodes are slow.
     from trainkit.compare.report import report
 
-    tell(report(csvs, out))
+    print_line(report(csvs, out))
     return 0
 
 
@@ -197,7 +197,7 @@ def _probe(compared: sweep.Sweep, batch: int) -> Probe:
     grid = sweep.Grid(stages=(STAGES[SINGLE],), gpus=(1,), batch_sizes=(batch,))
     (run,), _ = alone.planned(grid)
     if not alone.finished(run.name):
-        tell("first a run on one GPU, to choose the length of an epoch by")
+        print_line("first a run on one GPU, to choose the length of an epoch by")
         sweep.finish(alone, [run], 1, compared.folder)
     csvs = alone.finished(run.name)
     if not csvs:
@@ -343,7 +343,7 @@ def _gpus_of_a_node(site: Site) -> int:
     gpus = slurm.most_gpus(partition)
     if not gpus:
         why = slurm.ask("sinfo").stderr.strip() or f"partition {partition or '(default)'} has no GPUs"
-        tell(f"Slurm cannot be used ({why}): running on this machine")
+        print_line(f"Slurm cannot be used ({why}): running on this machine")
     return gpus
 
 
@@ -351,7 +351,9 @@ def _shared_by(workers: int, batch_size: int) -> int:
     """Return the global batch size, or the next larger one that divides among the workers."""
     shared = _next_multiple(batch_size, workers)
     if shared != batch_size:
-        tell(f"global batch size {shared}, the next above {batch_size} that divides among {workers} workers")
+        print_line(
+            f"global batch size {shared}, the next above {batch_size} that divides among {workers} workers"
+        )
     return shared
 
 
@@ -360,14 +362,14 @@ def _find_data(opts: options.Options) -> str:
     if opts.dataset == "synthetic":
         return "synthetic"
     try:
-        tell(staging.put_in_place(opts.data_dir))
+        print_line(staging.put_in_place(opts.data_dir))
     except UserError as error:
-        tell(f"\n{'!' * 80}\nMNIST cannot be had: {error}\n")
-        tell("All runs below use GENERATED DIGITS (--dataset synthetic), NOT MNIST.")
-        tell(f"Compare speeds with them, never accuracies.\n{'!' * 80}")
+        print_line(f"\n{'!' * 80}\nMNIST cannot be had: {error}\n")
+        print_line("All runs below use GENERATED DIGITS (--dataset synthetic), NOT MNIST.")
+        print_line(f"Compare speeds with them, never accuracies.\n{'!' * 80}")
         return "synthetic"
     return "mnist"
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -11,11 +11,12 @@ from pathlib import Path
 from trainkit.advice.advice import Constraints, NextRun, Option, interval
 from trainkit.advice.report import AnswerText, answer_for, report
 from trainkit.config.command_line import Parser, above_0, at_least, duration, given_path, list_of
-from trainkit.errors import run
+from trainkit.errors import entrypoint
 
 RESULTS = Path(__file__).resolve().parent
 
 
+@entrypoint
 def main() -> int:
     arguments = _parse()
     constraints = Constraints(
@@ -146,4 +147,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from trainkit.compare.report import report, report_each
 from trainkit.config.command_line import Parser, above_0, given_path
-from trainkit.errors import run, tell
+from trainkit.errors import entrypoint, print_line
 
 RESULTS = Path(__file__).resolve().parent
 
 
+@entrypoint
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument(
@@ -37,10 +38,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.each:
-        tell(report_each(args.paths, args.out, args.target))
+        print_line(report_each(args.paths, args.out, args.target))
     else:
-        tell(report(args.paths, args.out, args.target))
+        print_line(report(args.paths, args.out, args.target))
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

@@ -13,7 +13,7 @@ import pandas as pd
 
 from trainkit.compare import comparison
 from trainkit.config.command_line import Parser, given_path
-from trainkit.errors import UserError, run, tell
+from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.files import check_writable, explained
 from trainkit.record import records
 
@@ -24,6 +24,7 @@ RESULTS = Path(__file__).resolve().parent
 NUMBERS = ("train_loss", "test_loss", "test_accuracy", "images_per_s", "learning_rate", "peak_memory_mb")
 
 
+@entrypoint
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument(
@@ -49,7 +50,7 @@ def main() -> None:
             with SummaryWriter(folder) as writer:
                 _write(rows_of_run, writer)
     written = f"{rows.run_id.nunique()} runs in {args.out}: tensorboard --logdir {args.out}"
-    tell("\n".join([*skipped, written]))
+    print_line("\n".join([*skipped, written]))
 
 
 def _write(rows: pd.DataFrame, writer: "SummaryWriter") -> None:
@@ -74,4 +75,4 @@ def _metrics(file: Path, epochs: set[int]) -> list[records.Row]:
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

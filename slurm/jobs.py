@@ -6,9 +6,8 @@ Try: python slurm/jobs.py
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit import errors
 from trainkit.config.command_line import Parser
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.jobs.site import read_site
 from trainkit.monitor.requests import CORES, MEMORY, requests_of
 from trainkit.monitor.sampled_job import SampledJob
@@ -20,6 +19,7 @@ OPTIONS = (MEMORY, CORES)
 UNKNOWN = ("-", "-", "-")
 
 
+@entrypoint
 def main() -> None:
     Parser(description=__doc__).parse_args()
     jobs_dir = read_site().jobs_dir
@@ -33,10 +33,10 @@ def main() -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)]
-        tell("  ".join(cells).rstrip())
-    tell(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume may take.")
-    tell("It is unknown (-) of jobs that run, and of those that did not end well.")
-    tell("Jobs without samples, or without Slurm, are left out.")
+        print_line("  ".join(cells).rstrip())
+    print_line(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume may take.")
+    print_line("It is unknown (-) of jobs that run, and of those that did not end well.")
+    print_line("Jobs without samples, or without Slurm, are left out.")
 
 
 def _row(job: Path) -> tuple[str, ...]:
@@ -57,4 +57,4 @@ def _row(job: Path) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

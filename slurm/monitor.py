@@ -12,9 +12,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from trainkit import errors, job_folder
+from trainkit import job_folder
 from trainkit.config.command_line import Parser, at_least, given, given_path
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.files import explained
 from trainkit.jobs import local, why
 from trainkit.jobs.site import read_site
@@ -61,7 +61,7 @@ def _print_verdict(job: str) -> None:
     with explained(f"job {job} cannot be read", "ask its owner for the right to."):
         verdict = judge(_find_samples(job))
     name = f"job {job}" if job.isdigit() else job
-    tell("\n".join(wording.verdict_lines(verdict, name)))
+    print_line("\n".join(wording.verdict_lines(verdict, name)))
 
 
 def _find_samples(job: str) -> Path:
@@ -101,10 +101,10 @@ def _sample_job_here(folder: Path, job_id: str) -> None:
     if has_failed:
         reasons = why.Evidence(job, (), log=job / f"{job_id}_0_log.out").reasons()
         for sentence in why.sentences(reasons):
-            tell(sentence)
+            print_line(sentence)
 
 
 if __name__ == "__main__":
     # Without the variable it leaves no notes of a rank in the job's folder.
     own_job = os.environ.pop(job_folder.VARIABLE, None)
-    errors.run(partial(main, own_job))
+    entrypoint(partial(main, own_job))()

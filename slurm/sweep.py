@@ -9,7 +9,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from trainkit import errors
 from trainkit.config.command_line import (
     Parser,
     above_0,
@@ -22,7 +21,7 @@ from trainkit.config.command_line import (
 )
 from trainkit.config.options import MOST_IMAGES
 from trainkit.data import staging
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.jobs import local, submission, sweep
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES
@@ -66,6 +65,7 @@ OPTIONS_OF_PLAIN_SWEEPS = {
 }
 
 
+@entrypoint
 def main() -> int:
     own_options, arguments = _parse()
     site = read_site()
@@ -106,12 +106,12 @@ def main() -> int:
     )
     runs, left_out = planned_sweep.planned(grid)
     for reason, count in left_out.items():
-        tell(f"left out ({count}): {reason}")
+        print_line(f"left out ({count}): {reason}")
     if own_options.dry_run:
         _print_runs(planned_sweep, runs)
         return 0
     if why_here:
-        tell(f"{why_here}: one run at a time, as processes of this machine")
+        print_line(f"{why_here}: one run at a time, as processes of this machine")
     with planned_sweep.claim(stages[0].script if script else None):
         return sweep.run(
             planned_sweep,
@@ -125,7 +125,7 @@ def _print_runs(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> Non
     width = max(len(run.name) for run in runs)
     for run in runs:
         state = "finished" if planned_sweep.finished(run.name) else "to run"
-        tell(f"{run.name:{width}}  {state:8}  {run.shape}")
+        print_line(f"{run.name:{width}}  {state:8}  {run.shape}")
     sweep.print_plan(planned_sweep, runs)
 
 
@@ -323,4 +323,4 @@ def _refuse_for_plain(parser: Parser, own_options: argparse.Namespace, unknown: 
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

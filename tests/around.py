@@ -131,7 +131,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(sys.argv[0]).parent)  # as Python does
     if how == "count-waits":
         Agreement.due = lambda self: False  # as often as the clock wants
-        main = runpy.run_path(sys.argv[0])["main"]
+        main = runpy.run_path(sys.argv[0])["main"].__wrapped__  # it does not end the process
         with Waits() as waits:
             main()
         print("waits:", sorted(waits.seen.items()))

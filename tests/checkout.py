@@ -38,6 +38,7 @@ ONES += ("test_accuracy", "learning_rate", "lr", "peak_memory_mb", "parameters")
 
 TEXTS = ("launcher", "job_id", "node_list", "torch_version", "cuda_version", "git_commit")
 
+@errors.entrypoint
 def main():
     opts = parse_options("", sys.argv[1:])
     dist_env = launchers.read()
@@ -58,10 +59,10 @@ def main():
         seconds = facts["images"] / speed
         row = {"epoch": epoch, "warmup": epoch == 1, "images_per_s": speed, "train_seconds": seconds}
         recorder.add(row | {"eval_seconds": 1.0, "elapsed_s": 8 + epoch * (seconds + 1)})
-    errors.tell("results: none")
+    errors.print_line("results: none")
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()
 """
 
 

@@ -59,29 +59,30 @@ EXPLAINED = {
 }
 
 
-def entrypoint(main: Callable[[], int | None]) -> Callable[[], None]:
-    """Make `main` the function by which a script begins and ends, as PyTorch Elastic's @record does.
+def entrypoint(main: Callable[..., int | None]) -> Callable[..., NoReturn]:
+    """Make `main` the function by which a program begins and ends, as PyTorch Elastic's @record does.
 
         @entrypoint
         def main() -> None: ...
 
-    The function that it returns ends the process: see `run`.
-    """
+        if __name__ == "__main__":
+            main()
 
-    @functools.wraps(main)
-    def run_main() -> None:
-        run(main)
-
-    return run_main
-
-
-def run(main: Callable[[], int | None]) -> None:
-    """Call `main` and leave the process, with its return value as the exit code.
-
-    A `UserError` prints its sentence on stderr and exits with 1, as do the errors in EXPLAINED; `Stopped`
+    The function that it returns ends the process, with the return value of `main` as the exit code. A
+    `UserError` prints its sentence on stderr and exits with 1, as do the errors in EXPLAINED; `Stopped`
     exits with 0, Ctrl-C with 130. Any other error keeps its traceback. In a job each rank also leaves a note
     on how it ended (job_folder.py).
     """
+
+    @functools.wraps(main)
+    def run_and_exit(*args: object, **kwargs: object) -> NoReturn:
+        _run(functools.partial(main, *args, **kwargs))
+
+    return run_and_exit
+
+
+def _run(main: Callable[[], int | None]) -> NoReturn:
+    """Call `main` and leave the process, as `entrypoint` says."""
     note("started")
     _refuse_another_checkout()
     if rank_of() is not None:
@@ -120,7 +121,7 @@ def run(main: Callable[[], int | None]) -> None:
     note("finished", last_words)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal now would turn success into failure
-    tell()  # flush while an output error can still be ignored
+    print_line()  # flush while an output error can still be ignored
     sys.exit(code)
 
 
@@ -175,7 +176,7 @@ def quiet_without_run() -> None:
     sys.excepthook = hook
 
 
-def tell(text: str | None = None, stream: TextIO | None = None) -> None:
+def print_line(text: str | None = None, stream: TextIO | None = None) -> None:
     """Print, and go on even if that fails: `| head` has ended, or the log's disk is full."""
     stream = stream or sys.stdout
     try:
@@ -191,11 +192,11 @@ def fail(text: str, state: str = "failed") -> NoReturn:
     """End the process with this error, from any thread of a rank, whatever the others are stuck in."""
     text = f"error{_on_which_rank()}: {text}"
     note(state, text)
-    tell()
+    print_line()
     if rank_of() is None and threading.current_thread() is threading.main_thread():
         sys.exit(text)
     # The rank's group is still open, and at Python's own end one of its threads could abort the process.
-    tell(text, sys.stderr)
+    print_line(text, sys.stderr)
     os._exit(1)
 
 

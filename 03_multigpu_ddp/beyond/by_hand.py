@@ -83,7 +83,7 @@ def main() -> None:
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
         sums = process_group.gather(sum(weights.double().sum().item() for weights in model.parameters()))
         if dist_env.rank == 0:
-            errors.tell(f"sum of the weights of each rank: {sums}")
+            errors.print_line(f"sum of the weights of each rank: {sums}")
     run.finish()
     destroy_distributed()
 

@@ -113,7 +113,7 @@ def print_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     held = process_group.gather([megabytes(weights), megabytes(gradients), megabytes(state)])
     if process_group.is_rank_0():
         each = ", ".join("{:.2f} + {:.2f} + {:.2f}".format(*of_rank) for of_rank in held)
-        errors.tell(f"MB of weights + gradients + optimizer on each rank: {each}")
+        errors.print_line(f"MB of weights + gradients + optimizer on each rank: {each}")
 
 
 def megabytes(tensors: Iterable[torch.Tensor]) -> float:

@@ -251,7 +251,7 @@ def main() -> None:
         metrics = gpt_metrics.of_epoch(run.trained, opts, dist_env, flops)
         run.end_of_epoch(epoch, tested, metrics)
         if dist_env.rank == 0:
-            errors.tell(gpt_metrics.in_one_line(metrics))
+            errors.print_line(gpt_metrics.in_one_line(metrics))
     run.finish()
     destroy_distributed()
 

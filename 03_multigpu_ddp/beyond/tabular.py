@@ -126,7 +126,7 @@ shapes_training=True,
         metrics = counts.metrics(CLASSES)
         run.end_of_epoch(epoch, tested, metrics)
         if dist_env.rank == 0:
-            errors.tell(in_one_line(metrics))
+            errors.print_line(in_one_line(metrics))
     run.finish()
     destroy_distributed()
 

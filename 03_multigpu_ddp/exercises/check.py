@@ -5,13 +5,14 @@ Try: python exercises/check.py
 
 from pathlib import Path
 
-from trainkit import errors
+from trainkit.errors import entrypoint
 from trainkit.workshop import exercises
 
 
+@entrypoint
 def main() -> int:
     return exercises.main(Path(__file__).resolve().parent, __doc__)
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

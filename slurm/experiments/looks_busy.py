@@ -39,6 +39,7 @@ class Measurement(NamedTuple):
     products_per_second: float
 
 
+@errors.entrypoint
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("way", nargs="?", choices=WAYS, help="only this one (default: all three)")
@@ -49,13 +50,13 @@ def main() -> None:
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available() and not opts.no_cuda
     device = torch.cuda.get_device_name() if on_gpu else "one core"
-    errors.tell(f"{device:42}{'looks busy':>12}{'power':>9}{'products/s':>13}")
+    errors.print_line(f"{device:42}{'looks busy':>12}{'power':>9}{'products/s':>13}")
     for way in [opts.way] if opts.way else WAYS:
         measured = measure_gpu(way, opts.seconds) if on_gpu else measure_core(way, opts.seconds)
         power = "-" if math.isnan(measured.power_w) else f"{measured.power_w:.0f} W"
         products = f"{measured.products_per_second:,.0f}"
         title = f"{way}: {WAYS[way]}"
-        errors.tell(f"{title:42}{measured.busy_percent:10.0f} %{power:>9}{products:>13}")
+        errors.print_line(f"{title:42}{measured.busy_percent:10.0f} %{power:>9}{products:>13}")
 
 
 def measure_core(way: str, seconds: float) -> Measurement:
@@ -124,4 +125,4 @@ def repeat(turn: Callable[[], object], seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

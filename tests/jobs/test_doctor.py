@@ -230,7 +230,7 @@ def test_the_doctor_refuses_bad_options_in_one_sentence(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments])
     with pytest.raises(UserError, match=sentence):
-        cli.main()
+        cli.main.__wrapped__()
 
 
 def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

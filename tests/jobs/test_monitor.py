@@ -46,11 +46,12 @@ def wait_for_samples(number):
     counts = []
     wait_until(lambda text: counts.append(text.count("node,")) or counts[-1] >= counts[0] + number)
 
+@errors.entrypoint
 def main():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # there is no checkpoint to save
     {}
 
-errors.run(main)
+main()
 """
 
 

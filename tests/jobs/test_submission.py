@@ -37,6 +37,7 @@ import json, os, signal, sys
 from pathlib import Path
 from trainkit import errors
 
+@errors.entrypoint
 def main():
     facts = {
         "arguments": sys.argv[1:],
@@ -47,7 +48,7 @@ def main():
     # here
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()
 """
 
 
@@ -786,4 +787,4 @@ def _main(stage: str, arguments: str, checkout: Checkout, monkeypatch: pytest.Mo
         monkeypatch.setattr(module, "REPOSITORY", checkout.folder)
     for name, value in checkout.environment.items():
         monkeypatch.setenv(name, value)
-    return runpy.run_path(str(REPOSITORY / FOLDERS[stage] / "submit.py"))["main"]()
+    return runpy.run_path(str(REPOSITORY / FOLDERS[stage] / "submit.py"))["main"].__wrapped__()

@@ -29,6 +29,7 @@ def kill(*names):
     for pid in [int((folder / name).read_text()) for name in names]:
         os.kill(pid, signal.SIGKILL)
 
+@errors.entrypoint
 def main():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # these have no checkpoint to save
     (folder / "writing").with_suffix("." + rank).write_text(str(os.getpid()))
@@ -36,7 +37,7 @@ def main():
     wait_for(*("pid-" + number for number in FATES))
     exec(FATES[rank])
 
-errors.run(main)
+main()
 """
 # What a rank prints before NCCL aborts it: it waited for --timeout (PyTorch 2.4, 2.15), or its GPU failed.
 TIMEOUT = (

@@ -64,6 +64,7 @@ def split(model, mesh):
         return model[: 1 + 2 * process_group.rank()]
     return model
 
+@errors.entrypoint
 def main():
     opts = parse_options("")
     dist_env = process_group.init_distributed(use_gpu=False, timeout_seconds=60)
@@ -96,7 +97,7 @@ def main():
     run.finish()
     destroy_distributed()
 
-errors.run(main)
+main()
 """
 
 # As the pages say: what is split goes to torch.distributed.checkpoint, and the record to the Recorder.
@@ -111,6 +112,7 @@ from torch.distributed.fsdp import fully_shard
 from trainkit.training.recorder import Recorder
 from trainkit import errors
 
+@errors.entrypoint
 def main():
     dist.init_process_group("gloo")
     torch.manual_seed(1)
@@ -136,7 +138,7 @@ def main():
     recorder.finish()
     dist.destroy_process_group()
 
-errors.run(main)
+main()
 """
 
 

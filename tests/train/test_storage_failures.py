@@ -334,6 +334,7 @@ def close_when_busy(close=dist.destroy_process_group):
     close()
 
 
+@errors.entrypoint
 def main():
     process_group.init_distributed(use_gpu=False, timeout_seconds=30)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -346,7 +347,7 @@ def main():
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()
 """
 
 

@@ -74,7 +74,9 @@ def test_a_copied_checkout_does_not_run_the_code_of_the_first_one(checkout: Chec
 def test_a_file_that_a_training_of_ones_own_lacks_keeps_its_traceback(
     forking: Forking, tmp_path: Path
 ) -> None:
-    (tmp_path / "own.py").write_text("from trainkit import errors\nerrors.run(lambda: open('/nowhere/mine'))")
+    (tmp_path / "own.py").write_text(
+        "from trainkit.errors import entrypoint\nentrypoint(lambda: open('/nowhere/mine'))()"
+    )
     done = forking.run(tmp_path / "own.py", env=ENVIRONMENT)
     assert done.returncode == 1 and "own.py" in done.stderr and "Traceback" in done.stderr
 
@@ -224,16 +226,12 @@ def test_an_error_of_the_samples_stays_what_it_is(loaders: int, tmp_path: Path, 
         from dataclasses import replace
         from trainkit.data import datasets
 
-        load = datasets.load
-
         def fetched(image):
             raise ConnectionResetError("the store went away")
 
-        def load_from_a_store(*arguments):
-            train_set, test_set = load(*arguments)
+        def load_dataset(*arguments):
+            train_set, test_set = datasets.load_dataset(*arguments)
             return replace(train_set, prepare_one=fetched), test_set
-
-        datasets.load = load_from_a_store
         """,
     )
     given = (*WITH_LOADERS, "--num-workers", loaders, "--results-dir", tmp_path)

@@ -684,7 +684,7 @@ def test_tensorboard_gets_each_epoch_of_each_run(tmp_path: Path, monkeypatch: py
     metrics = "epoch\tmetric\tof\tvalue\n2\trecall\tcats\t0.5\n"
     records.beside(path, "metrics").write_text(metrics)
     write_run(tmp_path, "single-2", [300, 400])
-    main = runpy.run_path(script)["main"]
+    main = runpy.run_path(script)["main"].__wrapped__
     written = []
 
     @contextmanager

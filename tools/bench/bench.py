@@ -38,6 +38,7 @@ TEST_IMAGES = 10_000
 Rows = Iterator[dict[str, object]]
 
 
+@errors.entrypoint
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
@@ -229,4 +230,4 @@ PARTS = {
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from trainkit import errors, files
+from trainkit import files
 from trainkit.config.command_line import Parser, one_of
+from trainkit.errors import entrypoint
 from trainkit.record import records
 
 SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "gpt.py"
@@ -145,6 +146,7 @@ def table(path: Path) -> str:
     return "\n".join(lines)
 
 
+@entrypoint
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
@@ -172,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

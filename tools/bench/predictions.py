@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from trainkit import errors
 from trainkit.advice.advice import (
     AS_GOOD,
     BYTES_OF_A_GRADIENT,
@@ -33,6 +32,7 @@ from trainkit.advice.scaling import Measured, Shape, fit
 from trainkit.compare import comparison
 from trainkit.compare.page import markdown
 from trainkit.config.command_line import Parser, at_least
+from trainkit.errors import entrypoint
 from trainkit.files import check_writable
 
 BENCH = Path(__file__).resolve().parent
@@ -54,6 +54,7 @@ STRAGGLER_SHARE = 0.05
 StepSeconds = Callable[[int, int], float]
 
 
+@entrypoint
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--laws", type=at_least(0), default=2000, metavar="N", help="default: 2000")
@@ -316,4 +317,4 @@ def of_nodes(folder: Path) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -25,7 +25,6 @@ import numpy as np
 import pandas as pd
 from predictions import as_texts
 
-from trainkit import errors
 from trainkit.advice.advice import (
     AS_GOOD,
     BYTES_OF_A_GRADIENT,
@@ -39,7 +38,7 @@ from trainkit.advice.run_set import RunSet
 from trainkit.advice.scaling import Scaling, Shape, fit
 from trainkit.compare.page import markdown
 from trainkit.config.command_line import Parser
-from trainkit.errors import UserError
+from trainkit.errors import UserError, entrypoint
 from trainkit.files import check_writable
 
 BENCH = Path(__file__).resolve().parent
@@ -66,6 +65,7 @@ class Question(NamedTuple):
     shown: list[dict]
 
 
+@entrypoint
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -284,4 +284,4 @@ def by_sureness(table: pd.DataFrame) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -36,6 +36,7 @@ PAIRS = 8  # trainings with and without the sampler, of each case
 DRAWS = 2_000  # resamplings of the pairs, for the interval
 
 
+@errors.entrypoint
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
@@ -116,4 +117,4 @@ def _follow(handle: LocalHandle) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -25,7 +25,7 @@ from trainkit.advice.advice import (
 from trainkit.advice.run_set import sets
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, doubts, page
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, print_line
 from trainkit.record.columns import (
     COLUMNS,
     DDP,
@@ -440,7 +440,7 @@ def report(answer: AnswerText, constraints: Constraints, out: Path, skipped: lis
     with page.writing_to(out):
         written = figures.save({"how_many_cost.png": _cost_figure(answer, constraints)}, out, dpi=120)
         page.write(out / "how_many_gpus.md", f"How many {answer.unit}s?", _blocks(answer, notes), written)
-    tell(f"Written to {out}: {', '.join(['how_many_gpus.md', *written])}")
+    print_line(f"Written to {out}: {', '.join(['how_many_gpus.md', *written])}")
 
 
 def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | None) -> int:
@@ -452,32 +452,32 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
 
     code = 0
     try:
-        tell(report_comparison(paths, out, constraints.target if constraints else None))
+        print_line(report_comparison(paths, out, constraints.target if constraints else None))
     except UserError as error:
         code = 1
-        tell(f"error: {error}", sys.stderr)
+        print_line(f"error: {error}", sys.stderr)
     if constraints:
-        tell("")
+        print_line("")
         try:
             answer, skipped = answer_for(paths, constraints)
             report(answer, constraints, out, skipped)
         except UserError as error:
-            tell(str(error))
+            print_line(str(error))
     return code
 
 
 def _print(answer: AnswerText, notes: list[str]) -> None:
     table, marks = answer.table(answer.best_options())
-    tell(f"{page.wrapped(answer.answered())}\n\n{page.plain(_on_two_lines(table))}\n")
+    print_line(f"{page.wrapped(answer.answered())}\n\n{page.plain(_on_two_lines(table))}\n")
     sentences = [LEGEND, *marks, *answer.unknown(), *notes]
-    tell("\n".join(map(page.wrapped, sentences)) + "\n")
-    tell(page.wrapped(f"{HOW_FAR_TO_TRUST} {' '.join(answer.trust())}") + "\n")
+    print_line("\n".join(map(page.wrapped, sentences)) + "\n")
+    print_line(page.wrapped(f"{HOW_FAR_TO_TRUST} {' '.join(answer.trust())}") + "\n")
     runs = answer.next_runs()
     if runs:
-        tell(f"{TO_KNOW_BETTER}, the cheapest run first:")
+        print_line(f"{TO_KNOW_BETTER}, the cheapest run first:")
         for run in runs:
-            tell(f"{page.wrapped(run.use)}:\n    {run.command}")
-        tell("Then ask again, and also give results/runs, the folder that it writes to.\n")
+            print_line(f"{page.wrapped(run.use)}:\n    {run.command}")
+        print_line("Then ask again, and also give results/runs, the folder that it writes to.\n")
 
 
 def _on_two_lines(table: pd.DataFrame) -> pd.DataFrame:

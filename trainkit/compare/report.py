@@ -8,7 +8,7 @@ import pandas as pd
 
 from trainkit.compare import comparison, doubts, figures, page
 from trainkit.compare.comparison import SECTION_BY, TUTORIAL_STAGES, is_cpu, stage_name
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, print_line
 from trainkit.record.columns import DDP, DP, SINGLE
 
 
@@ -90,14 +90,14 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
         settings = comparison.common(section)
         blocks += [f"## {title}", settings, page.markdown(shown.loc[section.index])]
         # The terminal first: it is useful even if nothing can be written.
-        tell(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
+        print_line(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
     sentences = [*notes, f"In comparison.md only: {', '.join(omitted)}."]
-    tell("\n".join(map(page.wrapped, sentences)) + "\n")
+    print_line("\n".join(map(page.wrapped, sentences)) + "\n")
     with page.writing_to(out):
         page.write_csv(table, out / "comparison.csv")
         names = figures.draw(table, rows, out)
         page.write(out / "comparison.md", "Comparison", [*blocks, page.bullets(notes)], names)
-    tell(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
+    print_line(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
     return conclusion
 
 
@@ -134,7 +134,7 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
             shown.insert(1, header, table[column])
     notes = legends + _notes(pd.concat(rows_of_all), left_out)
     lines = map(page.wrapped, notes)
-    tell(f"{page.plain(shown)}\n\n" + "\n".join(lines) + "\n")
+    print_line(f"{page.plain(shown)}\n\n" + "\n".join(lines) + "\n")
     with page.writing_to(out):
         page.write_csv(table, out / "each.csv")
         blocks = [page.markdown(shown), page.bullets(notes)]

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from trainkit import errors
 from trainkit.data import staging, synthetic
-from trainkit.errors import UserError
+from trainkit.errors import UserError, entrypoint
 
 MEAN, STD = 0.1307, 0.3081  # of all pixels of the MNIST training images, scaled to 0..1
 
@@ -99,4 +98,4 @@ def _torchvision_transform() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 if __name__ == "__main__":
-    errors.run(staging.main)
+    entrypoint(staging.main)()

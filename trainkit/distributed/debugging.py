@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainkit.devices import device_name
 from trainkit.distributed.launchers import node
-from trainkit.errors import tell
+from trainkit.errors import print_line
 from trainkit.files import explained, replacing
 
 # The beginnings of the variables that decide who a rank is, and how it connects.
@@ -107,7 +107,7 @@ def introduce(folder: Path, rank: int, device: torch.device, gather: Callable[[o
     if rank != 0:
         return
     for line in ranks:
-        tell(line)
-    tell(f"where each rank is, at intervals, and NCCL's log: {folder}/debug-rank-*.txt")
+        print_line(line)
+    print_line(f"where each rank is, at intervals, and NCCL's log: {folder}/debug-rank-*.txt")
     if len(ranks) > 1:
-        tell(f"the collectives of all ranks, compared: torchfrtrace {folder}/flight-of-{len(ranks)}")
+        print_line(f"the collectives of all ranks, compared: torchfrtrace {folder}/flight-of-{len(ranks)}")

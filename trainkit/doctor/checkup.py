@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from trainkit import errors, files, job_folder
+from trainkit import files, job_folder
 from trainkit.config.command_line import Parser
 from trainkit.distributed import names
 from trainkit.distributed.launchers import node
-from trainkit.errors import UserError, first_line
+from trainkit.errors import UserError, entrypoint, first_line
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
 # The prefix of every line for the doctor.
@@ -93,6 +93,7 @@ def findings_in(messages: Iterable[dict]) -> list[Finding]:
     return [Finding(**message["finding"]) for message in messages if "finding" in message]
 
 
+@entrypoint
 def main() -> None:
     """Measure, and report. The exit code is 0 whatever it finds."""
     parser = Parser(prog="python -m trainkit.doctor.checkup", description="Started by slurm/doctor.py.")
@@ -242,4 +243,4 @@ def in_words(number_of_bytes: int) -> str:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -25,11 +25,10 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
-from trainkit import errors
 from trainkit.config.command_line import Parser, at_least
 from trainkit.doctor import checkup, login_node
 from trainkit.doctor.checkup import FAULT, NOTE, OK, WARNING, Finding, findings_in, has_fault, read_messages
-from trainkit.errors import UserError, reason, tell
+from trainkit.errors import UserError, entrypoint, print_line, reason
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import SlurmHandle
 from trainkit.jobs.sbatch_options import sbatch_options
@@ -45,6 +44,7 @@ STAGE_SCRIPT = STAGES[DDP].script.parent / "slurm_submit.sh"
 MINUTES = 15
 
 
+@entrypoint
 def main() -> int:
     """Run all checks and print the findings; return the exit code."""
     options = _parse()
@@ -59,11 +59,11 @@ def main() -> int:
     count = {level: sum(finding.level == level for finding in findings) for level in LABELS}
     if options.json:
         document = {"findings": [finding._asdict() for finding in findings], "all_reduce": rows}
-        tell(json.dumps(document, indent=1))
+        print_line(json.dumps(document, indent=1))
     else:
         if rows:
             _print_all_reduce(rows)
-        tell(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
+        print_line(f"\n{count[FAULT]} fault(s), {count[WARNING]} warning(s), {count[OK]} OK")
     return 1 if count[FAULT] else 0
 
 
@@ -74,9 +74,9 @@ def _print_findings(findings: list[Finding]) -> None:
         content = (finding.check, finding.level, finding.message, finding.fix)
         by_content.setdefault(content, []).append(finding)
     for (check, level, message, fix), alike in by_content.items():
-        tell(f"{LABELS[level]:8} {check:12} {_seen_by(alike)}{message}")
+        print_line(f"{LABELS[level]:8} {check:12} {_seen_by(alike)}{message}")
         if fix:
-            tell(f"{'':21} fix: {fix}")
+            print_line(f"{'':21} fix: {fix}")
 
 
 def _seen_by(findings: list[Finding]) -> str:
@@ -91,12 +91,12 @@ def _seen_by(findings: list[Finding]) -> str:
 
 
 def _print_all_reduce(rows: list[dict]) -> None:
-    tell("\nall-reduce     time ms   bus GB/s")
+    print_line("\nall-reduce     time ms   bus GB/s")
     for row in rows:
         size = checkup.in_words(row["bytes"])
         milliseconds = 1000 * row["seconds"]
-        tell(f"{size:>10} {milliseconds:11.3f} {row['bus_gb_s']:10.3f}")
-    tell("what links carry at most: 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
+        print_line(f"{size:>10} {milliseconds:11.3f} {row['bus_gb_s']:10.3f}")
+    print_line("what links carry at most: 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
 
 
 def _parse() -> argparse.Namespace:
@@ -291,7 +291,7 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
         job_id = done.stdout.strip().rpartition("\n")[2].partition(";")[0]
         held_by_this_shell = slurm.job_of_this_shell()
         if held_by_this_shell:
-            tell(f"note: {held_by_this_shell}", sys.stderr)
+            print_line(f"note: {held_by_this_shell}", sys.stderr)
         job = SlurmHandle(
             job_id=job_id,
             tasks=options.shape.tasks,
@@ -313,7 +313,7 @@ def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
     while not state.is_final:
         if state != shown:
             detail = f": {state.detail}" if state.name == "queued" else ""
-            tell(f"job {job.job_id} {state.name}{detail}", sys.stderr)
+            print_line(f"job {job.job_id} {state.name}{detail}", sys.stderr)
             shown = state
         never_starts = slurm.never_starts(state.reason)
         too_late = time.monotonic() - submitted_at > most_seconds
@@ -335,4 +335,4 @@ def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()

@@ -27,9 +27,14 @@ exec "${SITE_CONTAINER[@]}" python -c "$@"
 """
 LOOK = """
 import sys
-from trainkit import errors
 from trainkit.doctor import checkup_torch
-errors.run(lambda: checkup_torch.look_from_login_node(sys.argv[1], int(sys.argv[2])))
+from trainkit.errors import entrypoint
+
+@entrypoint
+def main():
+    checkup_torch.look_from_login_node(sys.argv[1], int(sys.argv[2]))
+
+main()
 """
 
 

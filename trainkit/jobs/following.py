@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from trainkit import job_folder
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, print_line
 from trainkit.job_folder import Outcome
 from trainkit.jobs import slurm
 from trainkit.jobs.slurm import COMPLETED, FAILED, GONE, PREEMPTED, QUEUED, UNKNOWN, JobStatus
@@ -450,7 +450,7 @@ def follow(handle: Handle) -> int:
         state = handle.state()
         while not state.is_final:
             if state != shown:
-                tell(f"{state.name}: {state.detail}")
+                print_line(f"{state.name}: {state.detail}")
             shown = state
             time.sleep(handle.poll_seconds)
             state = handle.state()
@@ -458,14 +458,14 @@ def follow(handle: Handle) -> int:
         if isinstance(handle, LocalHandle):
             handle.cancel()
         else:
-            tell(f"\njob {handle.job_id} goes on:\n{handle.how_to_follow()}", sys.stderr)
+            print_line(f"\njob {handle.job_id} goes on:\n{handle.how_to_follow()}", sys.stderr)
         raise
     for line in handle.verdict():
-        tell(line)
+        print_line(line)
     if state.name == "failed":
-        tell(f"job {handle.job_id} failed: {state.detail}", sys.stderr)
+        print_line(f"job {handle.job_id} failed: {state.detail}", sys.stderr)
         return 1
-    tell(f"done: {state.detail}")
+    print_line(f"done: {state.detail}")
     return 0
 
 

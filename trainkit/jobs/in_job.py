@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit import job_folder
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, print_line
 from trainkit.jobs import beginning, ending, why
 from trainkit.jobs.beginning import Beginning
 from trainkit.jobs.ending import Ending, SlurmFacts
@@ -33,7 +33,7 @@ def main() -> None:
         answer = "yes" if may else "no"
     else:
         answer = _end(options)
-    tell(answer)
+    print_line(answer)
 
 
 def _begin(options: argparse.Namespace) -> str:

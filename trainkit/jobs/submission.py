@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from trainkit.config import options
 from trainkit.config.command_line import Parser, at_least, given, time_limit
 from trainkit.data import staging
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
@@ -523,13 +523,13 @@ def _parser(stage: Stage, description: str) -> Parser:
 def announce(request: Request, job: Handle) -> None:
     """Print what was sent, and how to follow it."""
     if request.why_here:
-        tell(f"{request.why_here}: running as {request.resources.tasks} local process(es)")
+        print_line(f"{request.why_here}: running as {request.resources.tasks} local process(es)")
     else:
-        tell(f"job {job.job_id} submitted: {request.resources}")
+        print_line(f"job {job.job_id} submitted: {request.resources}")
         held_by_this_shell = slurm.job_of_this_shell()
         if held_by_this_shell:
-            tell(f"note: {held_by_this_shell}")
-    tell(job.how_to_follow())
+            print_line(f"note: {held_by_this_shell}")
+    print_line(job.how_to_follow())
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:

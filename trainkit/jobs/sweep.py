@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainkit.config.options import Options
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable, locked, replacing
 from trainkit.jobs import following, slurm, submission
 from trainkit.jobs.following import Handle, LocalHandle, State
@@ -338,7 +338,7 @@ def run(
         UserError: if the first job is refused, or Slurm does not answer.
     """
     print_plan(sweep, planned, run_seconds)
-    tell(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n")
+    print_line(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n")
     return _report(sweep, finish(sweep, planned, max_jobs, sweep.folder), report)
 
 
@@ -352,7 +352,7 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
     """
     queue = _Queue(sweep, planned, most_jobs=1 if sweep.why_here else max_jobs)
     if queue.waiting and queue.most_jobs > 1 and sweep.precision() == "auto":
-        tell("the first run goes alone, and sets the precision of all (or give --precision)")
+        print_line("the first run goes alone, and sets the precision of all (or give --precision)")
     try:
         while queue.waiting or queue.active:
             queue.submit()
@@ -361,7 +361,7 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
                 time.sleep(min(handle.poll_seconds for handle in queue.active.values()))
     except KeyboardInterrupt:
         queue.stop()
-        tell(f"\nto go on: {command_to_go_on(go_on_in)}", sys.stderr)
+        print_line(f"\nto go on: {command_to_go_on(go_on_in)}", sys.stderr)
         raise
     return queue.failed
 
@@ -417,7 +417,7 @@ class _Queue:
                 if not self.active:
                     raise
                 self.room = len(self.active)
-                tell(f"{run.name} waits for the end of another job: {error}")
+                print_line(f"{run.name} waits for the end of another job: {error}")
             else:
                 self.waiting.pop(0)
                 self.room = self.most_jobs
@@ -432,10 +432,10 @@ class _Queue:
                 if not ending.well:
                     self.failed.append(run.name)
                 number = len(self.planned) - len(self.waiting) - len(self.active)
-                tell(f"[{number}/{len(self.planned)}] {run.name} {ending.sentence}")
+                print_line(f"[{number}/{len(self.planned)}] {run.name} {ending.sentence}")
             elif state != self.shown.get(run):
                 self.shown[run] = state
-                tell(f"{run.name} {state.name}: {state.detail}")
+                print_line(f"{run.name} {state.name}: {state.detail}")
 
     def stop(self) -> None:
         """End the processes of this machine, and tell how to stop the jobs of Slurm, which go on."""
@@ -449,7 +449,7 @@ class _Queue:
                 time.sleep(0.1)
         if in_slurm:
             message = f"{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(in_slurm)}"
-            tell(f"\n{message}", sys.stderr)
+            print_line(f"\n{message}", sys.stderr)
 
 
 class _Ending(NamedTuple):
@@ -503,10 +503,10 @@ def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | Non
             f"; the others take {gpu_hours:.1f} GPU-hours if each needs its whole time limit of "
             f"{sweep.minutes} minutes"
         )
-    tell(plan)
+    print_line(plan)
     held_by_this_shell = "" if sweep.why_here else slurm.job_of_this_shell()
     if held_by_this_shell:
-        tell(f"note: {held_by_this_shell}")
+        print_line(f"note: {held_by_this_shell}")
 
 
 def _report(sweep: Sweep, failed: list[str], report: Report) -> int:
@@ -517,15 +517,17 @@ def _report(sweep: Sweep, failed: list[str], report: Report) -> int:
         compared = [csv for recorded in sweep.runs("*") for csv in recorded.csvs]
     try:
         if compared:
-            tell("")
+            print_line("")
             times_by_the_doctor = sweep.site.results_dir / "all_reduce"
             if times_by_the_doctor.is_dir():
                 compared.append(times_by_the_doctor)
             exit_code = report(compared, sweep.folder)
         elif sweep.plain and sweep.finished():
-            tell("\nno run has written a record to compare: YOUR_TRAINING.md shows how a script writes one")
+            print_line(
+                "\nno run has written a record to compare: YOUR_TRAINING.md shows how a script writes one"
+            )
     finally:
         # They are named even if the report fails.
         if failed:
-            tell(f"failed: {', '.join(failed)}. The same command runs them again.", sys.stderr)
+            print_line(f"failed: {', '.join(failed)}. The same command runs them again.", sys.stderr)
     return 1 if failed else exit_code

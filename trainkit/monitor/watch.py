@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit import job_folder
-from trainkit.errors import UserError, first_line, tell
+from trainkit.errors import UserError, first_line, print_line
 from trainkit.files import check_writable
 from trainkit.monitor import collector
 from trainkit.record import samples
@@ -161,7 +161,7 @@ def _keep_and_print_verdict(folder: Path, name: str, outlived_sigterm: bool = Fa
     text = "\n".join(f"watch   {line}" for line in _verdict_lines(folder, name, outlived_sigterm))
     with suppress(OSError):
         (folder / samples.TOLD).write_text(text, encoding="utf-8")
-    tell(text)
+    print_line(text)
 
 
 def _verdict_lines(folder: Path, name: str, outlived_sigterm: bool) -> list[str]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainkit import job_folder
-from trainkit.errors import UserError, reason, tell
+from trainkit.errors import UserError, print_line, reason
 
 FOLDER = "monitor"
 RUNS = "runs"
@@ -163,7 +163,7 @@ def read(folder: Path, every: int = 1) -> list[Row]:
         except OSError as error:
             raise UserError(f"{path} cannot be read ({reason(error)}): give another job's folder.") from None
         except (ValueError, csv.Error) as error:
-            tell(f"warning: {path} is left out ({error})", sys.stderr)
+            print_line(f"warning: {path} is left out ({error})", sys.stderr)
     if not rows:
         raise UserError(f"there are no samples in {folder}: give a sampled job (SITE_MONITOR is not off).")
     return sorted(rows, key=lambda row: row["time"])

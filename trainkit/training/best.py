@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainkit.distributed import process_group
-from trainkit.errors import tell
+from trainkit.errors import print_line
 from trainkit.training.model import unwrapped
 from trainkit.training.state_file import save
 
@@ -56,7 +56,7 @@ class Best:
         """Give all ranks the weights that rank 0 has kept in its memory; the network must not be split."""
         self._model.load_state_dict(process_group.broadcast(self.weights))
         if process_group.is_rank_0():
-            tell(f"the weights are those of epoch {self.epoch}, which has the lowest validation loss")
+            print_line(f"the weights are those of epoch {self.epoch}, which has the lowest validation loss")
 
     def state_dict(self) -> dict[str, object]:
         return {"epoch": self.epoch, "loss": self.loss, "weights": self.weights}

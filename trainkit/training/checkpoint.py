@@ -24,7 +24,7 @@ from trainkit import job_folder
 from trainkit.config.options import Options
 from trainkit.devices import random_states, seed_gpus, set_random_states
 from trainkit.distributed import process_group
-from trainkit.errors import Stopped, UserError, first_line, tell
+from trainkit.errors import Stopped, UserError, first_line, print_line
 from trainkit.files import check_writable, explained, locked
 from trainkit.record.records import RecordWriter
 from trainkit.signals import STOP_SIGNALS, hear_stop
@@ -277,7 +277,7 @@ class Checkpointer:
         self._first_epoch = checkpoint.epoch
         self._partial_epoch = PartialEpoch(**checkpoint.partial_epoch) if checkpoint.partial_epoch else None
         process_group.on_rank_0(lambda: self._record.load_state_dict(checkpoint.record))
-        process_group.on_rank_0(lambda: tell(f"resumed from {path}"))
+        process_group.on_rank_0(lambda: print_line(f"resumed from {path}"))
 
     def _read_newest(self) -> Newest | None:
         """Return the newest checkpoint that can be read, if it is of this training; on rank 0."""
@@ -345,7 +345,7 @@ def _newest(folder: Path) -> Newest | None:
             state = load_verified(path)
         except Exception as error:  # PyTorch raises many kinds for a damaged file
             if not damaged:
-                tell(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
+                print_line(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
             damaged.append(path)
             continue
         for broken in damaged:  # otherwise it would count as the newest when old ones are removed
@@ -389,7 +389,7 @@ def report_stop(text: str, folder: Path) -> None:
     Raises:
         UserError: if the note for slurm/job_env.sh cannot be written.
     """
-    tell(text)
+    print_line(text)
     what = f"{text}, but not by itself, as {job_folder.here()} cannot be written to"
     with explained(what, f"submit it again, to go on from {folder.absolute()}."):
         job_folder.note_stop(folder)

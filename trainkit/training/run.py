@@ -18,7 +18,7 @@ from trainkit.data.loaders import Batch, Batches, Data, generator
 from trainkit.devices import device_name, devices_in_use, peak_memory_mb, reset_peak_memory, wait_for
 from trainkit.distributed import process_group
 from trainkit.distributed.launchers import DistEnv
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable
 from trainkit.record.columns import OWN_OPTIMIZER
 from trainkit.record.records import ALL_EPOCHS, ITS_LOOP, RecordWriter, Row
@@ -389,7 +389,7 @@ class Run:
 
     def _tell_end(self, weights: dict[str, torch.Tensor]) -> None:
         if self.options.dry_run:
-            tell("dry run: one training step and one test batch went through; nothing was written.")
+            print_line("dry run: one training step and one test batch went through; nothing was written.")
             return
         reached_the_last = self._epoch > self.options.epochs
         self._record.finish(self._stopping.reason or (ALL_EPOCHS if reached_the_last else ITS_LOOP))
@@ -397,7 +397,7 @@ class Run:
         if self.options.save_model:
             path = self.options.results_dir / "models" / f"{self._record.facts['run_id']}.pt"
             save("the weights", weights, path, "mend that. The record is kept.", check=False)
-            tell(f"weights: {path}")
+            print_line(f"weights: {path}")
 
     def _timed(self, batches: Batches) -> Iterator[Batch]:
         """Yield the batches, and add up the time spent waiting for them."""

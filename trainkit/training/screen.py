@@ -4,7 +4,7 @@ import math
 
 import torch.distributed as dist
 
-from trainkit.errors import tell
+from trainkit.errors import print_line
 from trainkit.record.columns import BASE_BATCH, lr_factor
 from trainkit.record.records import RecordWriter, Row, slow_rank
 
@@ -16,7 +16,7 @@ def tell_start(facts: Row) -> None:
         stepped_by = f"optimizer {' and '.join(classes)}"
     else:
         stepped_by = f"recipe {facts['recipe']}"
-    tell(
+    print_line(
         f"stage {facts['stage']} · {facts['devices']} x {facts['device_name']} · {facts['dataset']} · "
         f"global batch {facts['global_batch']} · {facts['loader']} loader · {facts['precision']} · "
         f"{stepped_by}"
@@ -30,7 +30,7 @@ def tell_start(facts: Row) -> None:
         learning_rate += f" ({facts['lr_scale']}: {unscaled:.6g} at batch {BASE_BATCH})"
     if facts["lr_warmup_images"]:
         learning_rate += f" after {facts['lr_warmup_images']} images of warm-up"
-    tell(
+    print_line(
         f"nodes {facts['nodes']} · ranks {facts['world_size']} ({started_by}) · "
         f"batch {facts['batch_per_device']} per device · {learning_rate}"
     )
@@ -55,25 +55,25 @@ def tell_epoch(row: Row, of_ranks: list[Row], epochs: int, unit: str = "images",
         tested.append(f"loss {row['test_loss']:.4f}")
     if tested:
         text += f" | test {', '.join(tested)}, {row['eval_seconds']:.1f} s"
-    tell(text)
+    print_line(text)
     slow = "" if row["warmup"] else slow_rank(of_ranks)
     if slow:
-        tell(f"{slow}.")
+        print_line(f"{slow}.")
 
 
 def tell_end(record: RecordWriter, epochs: int, ended: str = "") -> None:
     """Print why the run has ended before its last epoch, if it has, and where the record of this start is."""
     if ended:
-        tell(f"ended before its last epoch: {ended}")
+        print_line(f"ended before its last epoch: {ended}")
     elif record.facts["resumed_from"] and not record.rows:
-        tell(f"all {epochs} epochs were done before: nothing left to do (more: --epochs)")
+        print_line(f"all {epochs} epochs were done before: nothing left to do (more: --epochs)")
     if record.rows:
         of_ranks = record.of_the_last_epoch
         if len(of_ranks) > 1:
             peaks = [str(round(row["peak_memory_mb"])) for row in of_ranks]
-            tell(f"peak memory of each device, MB: {', '.join(peaks)}")
-        tell(f"results: {record.path}")
+            print_line(f"peak memory of each device, MB: {', '.join(peaks)}")
+        print_line(f"results: {record.path}")
     elif record.facts["resumed_from"]:
-        tell(f"results: none of this start, which went on from {record.facts['resumed_from']}")
+        print_line(f"results: none of this start, which went on from {record.facts['resumed_from']}")
     else:
-        tell("results: none, without an epoch")
+        print_line("results: none, without an epoch")

@@ -13,7 +13,7 @@ from trainkit.config.options import Options
 from trainkit.devices import between, moment, wait_for
 from trainkit.distributed import process_group
 from trainkit.distributed.launchers import DistEnv
-from trainkit.errors import tell
+from trainkit.errors import print_line
 from trainkit.files import explained
 from trainkit.record.records import put_table
 from trainkit.training import clock
@@ -116,4 +116,4 @@ def write(path: Path, facts: dict[str, object], hosts: list[str], seconds: dict[
     ]
     with explained(f"{path} cannot be written", "free the space or give another --results-dir."):
         put_table(path, rows[0], rows, delimiter="\t")
-    tell(f"results: {path}")
+    print_line(f"results: {path}")

@@ -35,7 +35,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from trainkit.config.command_line import Parser
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, print_line
 from trainkit.files import explained, replacing
 from trainkit.process import end_with
 from trainkit.record import records
@@ -255,7 +255,7 @@ def main(folder: Path, description: str) -> int:
         exercise.begin()
     if args.command:
         return args.act(workbook, workbook.find(args.name))
-    tell(f"{workbook.listed()}\n\n{workbook.bar()}")
+    print_line(f"{workbook.listed()}\n\n{workbook.bar()}")
     return 0
 
 
@@ -263,14 +263,14 @@ def _check(workbook: Workbook, exercise: Exercise) -> int:
     try:
         seen = exercise.check()
     except Wrong as wrong:
-        tell(f"{exercise.name}: not yet.\n{wrapped(str(wrong))}\n")
+        print_line(f"{exercise.name}: not yet.\n{wrapped(str(wrong))}\n")
         hint = _command(workbook, "hint", exercise)
-        tell(f"Your files are in {relative(exercise.mine.folder)}. A hint: {hint}")
+        print_line(f"Your files are in {relative(exercise.mine.folder)}. A hint: {hint}")
         return 1
     workbook.read()  # another terminal may have changed it during the check
     if exercise.name not in workbook.done:
         workbook.done.append(exercise.name)
-    tell(f"{exercise.name}: done.\n{wrapped(seen)}\n\n{workbook.bar()}")
+    print_line(f"{exercise.name}: done.\n{wrapped(seen)}\n\n{workbook.bar()}")
     workbook.save()
     return 0
 
@@ -279,19 +279,19 @@ def _hint(workbook: Workbook, exercise: Exercise) -> int:
     most = len(exercise.hints)
     number = min(workbook.hints.get(exercise.name, 0) + 1, most)
     workbook.hints[exercise.name] = number
-    tell(f"{exercise.name}, hint {number} of {most}:\n{wrapped(exercise.hints[number - 1])}")
+    print_line(f"{exercise.name}, hint {number} of {most}:\n{wrapped(exercise.hints[number - 1])}")
     workbook.save()
     if number == most:
-        tell(f"\nThere is no further one. The solution: {_command(workbook, 'solution', exercise)}")
+        print_line(f"\nThere is no further one. The solution: {_command(workbook, 'solution', exercise)}")
     return 0
 
 
 def _reset(_: Workbook, exercise: Exercise) -> int:
     mine = exercise.mine.folder
     if mine.exists():
-        tell(f"What you wrote is kept in {relative(mine.rename(_unused(mine)))}.")
+        print_line(f"What you wrote is kept in {relative(mine.rename(_unused(mine)))}.")
     exercise.begin()
-    tell(f"{exercise.name}: the starter is back in {relative(mine)}.")
+    print_line(f"{exercise.name}: the starter is back in {relative(mine)}.")
     return 0
 
 
@@ -304,7 +304,7 @@ def _recorded(_: Workbook, exercise: Exercise) -> int:
     runs = exercise.mine.folder / "runs"
     if runs.exists():
         kept = runs.rename(_unused(exercise.mine.folder / "own-runs"))
-        tell(f"Your own runs are kept in {relative(kept)}.")
+        print_line(f"Your own runs are kept in {relative(kept)}.")
     runs.mkdir()
     for name, run_ids in recorded.items():
         path = repository / name
@@ -314,7 +314,7 @@ def _recorded(_: Workbook, exercise: Exercise) -> int:
             _copy_runs(path, runs, run_ids)
         else:
             shutil.copy(path, runs)
-    tell(f"{exercise.name}: recorded runs are in {relative(runs)}.")
+    print_line(f"{exercise.name}: recorded runs are in {relative(runs)}.")
     return 0
 
 
@@ -326,7 +326,7 @@ def _copy_runs(path: Path, folder: Path, run_ids: list[str]) -> None:
 
 
 def _solution(_: Workbook, exercise: Exercise) -> int:
-    tell(exercise.diff() or f"Your files of {exercise.name} are those of the solution.")
+    print_line(exercise.diff() or f"Your files of {exercise.name} are those of the solution.")
     return 0
 
 

@@ -7,48 +7,52 @@ import platform
 
 import torch
 
-from trainkit import errors
 from trainkit.data import staging
 from trainkit.devices import build, device_name, usable_gpus
-from trainkit.errors import UserError, tell
+from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.jobs import site, slurm, stages
 from trainkit.workshop.exercises import Workbook, relative
 
 
+@entrypoint
 def main() -> None:
     data_dir = site.read_site().data_dir
-    tell(f"python  {platform.python_version()}, torch {torch.__version__} for {build()}")
+    print_line(f"python  {platform.python_version()}, torch {torch.__version__} for {build()}")
     try:
         names = list(map(device_name, usable_gpus()))
         gpus = f"{len(names)}: {', '.join(names)}" if names else "none: the CPU stands in"
     except UserError as error:
         gpus = str(error)
-    tell(f"GPUs    {gpus}")
+    print_line(f"GPUs    {gpus}")
     first = []
     try:
         staging.check("mnist", data_dir)
-        tell(f"MNIST   in {data_dir}")
+        print_line(f"MNIST   in {data_dir}")
     except UserError as error:
-        tell(f"MNIST   {'missing or damaged' if data_dir == staging.DEFAULT_DIR else error}")
+        print_line(f"MNIST   {'missing or damaged' if data_dir == staging.DEFAULT_DIR else error}")
         first.append("make data")
     without = "none here: submit.py runs on this machine; make cluster-up starts one to practise on"
-    tell(f"Slurm   {without if slurm.why_not_here() else 'here: submit.py sends jobs'}")
+    print_line(f"Slurm   {without if slurm.why_not_here() else 'here: submit.py sends jobs'}")
 
     workbooks = [Workbook(stage.script.parent / "exercises") for stage in stages.STAGES.values()]
     for workbook in workbooks:
-        tell(f"\n{workbook.folder.parent.name}\n{workbook.listed()}")
+        print_line(f"\n{workbook.folder.parent.name}\n{workbook.listed()}")
     unfinished = [workbook for workbook in workbooks if workbook.next and workbook.next.kind == "core"]
     if not unfinished:
-        tell("\nThe core path is done. Next: a training of your own, YOUR_TRAINING.md, or an extra exercise.")
+        print_line(
+            "\nThe core path is done. Next: a training of your own, YOUR_TRAINING.md, or an extra exercise."
+        )
         return
     workbook = min(unfinished, key=lambda workbook: workbook.next.step)
     stage = workbook.folder.parent
-    tell(f"\n{workbook.bar()}\nThe lesson around it: {relative(stage / 'README.md')}. Go on with:")
+    print_line(f"\n{workbook.bar()}\nThe lesson around it: {relative(stage / 'README.md')}. Go on with:")
     activate = stages.REPOSITORY / ".venv" / "bin" / "activate"
     if activate.exists():  # a class may share another
         first.append(f"source {relative(activate)}")
-    tell("\n".join(f"  {line}" for line in [*first, f"cd {relative(stage)}", "python exercises/check.py"]))
+    print_line(
+        "\n".join(f"  {line}" for line in [*first, f"cd {relative(stage)}", "python exercises/check.py"])
+    )
 
 
 if __name__ == "__main__":
-    errors.run(main)
+    main()
