@@ -355,9 +355,9 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
         UserError: if not.
     """
     if stage.process_per_gpu:
-        opts = opts.for_devices(shape.tasks)
+        opts = opts.resolve_batch_size(shape.tasks)
     else:
-        opts = opts.for_devices(0 if opts.no_cuda else shape.gpus, "GPUs")
+        opts = opts.resolve_batch_size(0 if opts.no_cuda else shape.gpus, "GPUs")
     available_images = None if stage.is_users_own else staging.TRAIN_IMAGES
     options.check_sizes(opts, available_images)
 
