@@ -43,8 +43,8 @@ class Drift:
                 raise UserError(
                     f"each of the {own}, as nothing has averaged their gradients: train through "
                     "DistributedDataParallel(model), or through what Accelerate's prepare or Fabric's setup "
-                    "returns (on CPUs: Accelerator(cpu=True)). If they are to differ, give Run each_rank, or "
-                    "Recorder weights_differ=True."
+                    "returns (on CPUs: Accelerator(cpu=True)). If they are to differ, give Run "
+                    "per_rank_state, or Recorder weights_differ=True."
                 )
 
 
