@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from beyond.by_hand_overlap import Buckets
+from beyond.by_feature.by_hand_overlap import Buckets
 from torch import nn
 from torch.profiler import profile
 
@@ -48,7 +48,7 @@ def main() -> None:
         False,
         help=f"also write down {TRACED_STEPS} steps with torch.profiler",
     )
-    how = "exchange the gradients as beyond/by_hand_overlap.py does with this --wait, not by DDP"
+    how = "exchange the gradients as beyond/by_feature/by_hand_overlap.py does with this --wait, not by DDP"
     by_hand = option(
         None,
         choices=("late", "at-once"),

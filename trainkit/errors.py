@@ -54,7 +54,7 @@ EXPLAINED = {
     r"Parameter.* which did not receive grad for rank \d+: .*": (
         "the last step left out some of the network, and DistributedDataParallel waits for its gradients "
         "({found}; TORCH_DISTRIBUTED_DEBUG=INFO names them): use all of it in every step, "
-        "or see 03_multigpu_ddp/beyond/unused.py."
+        "or see 03_multigpu_ddp/beyond/by_feature/unused.py."
     ),
 }
 

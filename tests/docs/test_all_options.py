@@ -27,25 +27,25 @@ TRAININGS = {
     "02_multigpu_dp/mnist_multigpu.py": "",
     "03_multigpu_ddp/breakdown.py": "--by-hand --repeats --trace",
     "03_multigpu_ddp/mnist_ddp.py": "",
-    f"{BEYOND}/accumulate.py": "--accumulate",
-    f"{BEYOND}/batchnorm.py": "--norm",
-    f"{BEYOND}/best_epoch.py": "--validation",
-    f"{BEYOND}/by_hand.py": "--flat --forget",
-    f"{BEYOND}/by_hand_overlap.py": "--wait",
-    f"{BEYOND}/captured.py": "--compile --how",
-    f"{BEYOND}/fsdp.py": "--how",
-    f"{BEYOND}/gan.py": "",
-    f"{BEYOND}/gpt.py": """
+    f"{BEYOND}/by_feature/accumulate.py": "--accumulate",
+    f"{BEYOND}/by_feature/batchnorm.py": "--norm",
+    f"{BEYOND}/by_feature/best_epoch.py": "--validation",
+    f"{BEYOND}/by_feature/by_hand.py": "--flat --forget",
+    f"{BEYOND}/by_feature/by_hand_overlap.py": "--wait",
+    f"{BEYOND}/by_feature/captured.py": "--compile --how",
+    f"{BEYOND}/by_feature/fsdp.py": "--how",
+    f"{BEYOND}/complete/gan.py": "",
+    f"{BEYOND}/complete/gpt.py": """
         --checkpoint-activations --compile --context --heads --how --layers --shards --vocabulary""",
-    f"{BEYOND}/lightning/mnist_lightning.py": "",
-    f"{BEYOND}/local_sgd.py": "--average-every",
-    f"{BEYOND}/lstm.py": "",
-    f"{BEYOND}/mixed_precision.py": "",
-    f"{BEYOND}/pipeline.py": "--micro-batches",
-    f"{BEYOND}/resnet.py": "--images --size",
-    f"{BEYOND}/tabular.py": "--accumulate --weights",
-    f"{BEYOND}/unused.py": "--graph",
-    f"{BEYOND}/vae_counts.py": "--graph",
+    f"{BEYOND}/complete/lightning/mnist_lightning.py": "",
+    f"{BEYOND}/by_feature/local_sgd.py": "--average-every",
+    f"{BEYOND}/complete/lstm.py": "",
+    f"{BEYOND}/by_feature/mixed_precision.py": "",
+    f"{BEYOND}/by_feature/pipeline.py": "--micro-batches",
+    f"{BEYOND}/complete/resnet.py": "--images --size",
+    f"{BEYOND}/complete/tabular.py": "--accumulate --weights",
+    f"{BEYOND}/by_feature/unused.py": "--graph",
+    f"{BEYOND}/complete/vae_counts.py": "--graph",
 }
 SUBMIT = "--cpus-per-gpu --dry-run --gpus --local --nodes --partition --plain --script --time --wait"
 LOOP = "--batch-size --data-dir --epochs --num-workers"
@@ -59,7 +59,7 @@ OTHERS = {
     "03_multigpu_ddp/exercises/check.py": "",
     "03_multigpu_ddp/plain_ddp.py": PLAIN,
     "03_multigpu_ddp/submit.py": SUBMIT,
-    f"{BEYOND}/recorded.py": LOOP,
+    f"{BEYOND}/by_feature/recorded.py": LOOP,
     "results/compare.py": "--batch-size --epochs --local --out --repeats --train-size --workers",
     "results/how_many_gpus.py": """
         --batch-size --budget --deadline --epochs --gpus --gpus-per-node --json --min-efficiency --out
@@ -112,7 +112,7 @@ def test_every_command_is_listed() -> None:
     commands = {
         str(path.relative_to(REPOSITORY))
         for path in lessons.files("*.py", ":!tests", ":!0*/exercises/*/*")
-        if '__name__ == "__main__"' in path.read_text()
+        if '\nif __name__ == "__main__"' in path.read_text()
     }
     assert commands == {*EVERY} | WITHOUT
 

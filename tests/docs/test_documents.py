@@ -35,7 +35,8 @@ RUN_ELSEWHERE = {
     "make test",
     "make test-all",
     "torchrun --standalone --nproc-per-node=2 plain_ddp.py --epochs 1",  # test_plain.py
-    "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 recorded.py --epochs 2",  # test_plain.py
+    # test_plain.py
+    "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 by_feature/recorded.py --epochs 2",
     "make bench",  # test_bench_measures_the_ladder, on one rung
     "make lessons",  # test_quotes_are_up_to_date
     "conda env create -f environment.yml",

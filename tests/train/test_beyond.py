@@ -12,6 +12,8 @@ from checkout import Checkout
 from cluster import RunningCluster
 from conftest import (
     BEYOND,
+    BY_FEATURE,
+    COMPLETE,
     ENVIRONMENT,
     REPOSITORY,
     STAGES,
@@ -41,21 +43,21 @@ EXACT = (*SMALL, "--recipe", "sgd", "--lr", 0.02, "--save-model", "--timeout", 6
 # Each is trained without dropout by so many ranks. A script without a folder is a copy in PLANTED.
 TRAININGS = {
     "ddp": ((1, 2), STAGES["ddp"]),
-    "each": ((2,), BEYOND / "by_hand.py"),
-    "flat": ((2,), BEYOND / "by_hand.py", "--flat"),
-    "forget": ((2,), BEYOND / "by_hand.py", "--forget"),
+    "each": ((2,), BY_FEATURE / "by_hand.py"),
+    "flat": ((2,), BY_FEATURE / "by_hand.py", "--flat"),
+    "forget": ((2,), BY_FEATURE / "by_hand.py", "--forget"),
     "late": ((2,), "buckets.py"),
     "at-once": ((2,), "buckets.py", "--wait", "at-once"),
     "accumulate": ((2,), "counted.py", "--accumulate", 5),
     "whole": ((2,), "counted.py", "--accumulate", 1),
-    "every-1": ((2,), BEYOND / "local_sgd.py", "--average-every", 1),
-    "every-3": ((2,), BEYOND / "local_sgd.py", "--average-every", 3),
+    "every-1": ((2,), BY_FEATURE / "local_sgd.py", "--average-every", 1),
+    "every-3": ((2,), BY_FEATURE / "local_sgd.py", "--average-every", 3),
     "fp16": ((2,), "overflow.py"),
     # A step per epoch: BatchNorm makes rounding errors grow faster. So does a narrow network here.
-    "sync": ((1, 2), BEYOND / "batchnorm.py", "--norm", "sync", "--train-size", 60, *WIDE),
-    "local": ((2,), BEYOND / "batchnorm.py", "--norm", "local", "--train-size", 60, *WIDE),
-    "find": ((1, 2), BEYOND / "unused.py", "--graph", "find", *WIDE),
-    "static": ((1, 2), BEYOND / "unused.py", "--graph", "static", *WIDE),
+    "sync": ((1, 2), BY_FEATURE / "batchnorm.py", "--norm", "sync", "--train-size", 60, *WIDE),
+    "local": ((2,), BY_FEATURE / "batchnorm.py", "--norm", "local", "--train-size", 60, *WIDE),
+    "find": ((1, 2), BY_FEATURE / "unused.py", "--graph", "find", *WIDE),
+    "static": ((1, 2), BY_FEATURE / "unused.py", "--graph", "static", *WIDE),
     "dp": ((1,), DP_BY_HAND, "--replicas", 3),
 }
 # By two ranks also with a stop after the first epoch: those that keep more than stage 03 does.
@@ -97,7 +99,7 @@ def folder(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of all trainings, each in NAME-RANKS or NAME-resumed."""
     results = tmp_path_factory.mktemp("beyond")
     for name, (script, lines) in PLANTED.items():
-        text = (BEYOND / script).read_text()
+        text = (BY_FEATURE / script).read_text()
         for before, planted in lines.items():
             (at,) = re.finditer(rf"^( *){re.escape(before)}", text, re.MULTILINE)
             text = text[: at.start()] + indent(planted, at[1]) + "\n" + text[at.start() :]
@@ -207,8 +209,8 @@ def test_ranks_train_as_one_with_statistics_over_all_and_only_then(trained: Call
 
 
 def test_statistics_of_one_rank_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BEYOND)
-    from sync_on_cpu import SyncOnCPU
+    monkeypatch.syspath_prepend(COMPLETE)
+    from trainkit.training.sync_on_cpu import SyncOnCPU
 
     random = torch.Generator().manual_seed(1)
     images, gradients = (torch.randn(9, 4, 7, 7, generator=random) for _ in range(2))
@@ -227,16 +229,18 @@ def test_a_branch_that_some_steps_leave_out(trained: Callable) -> None:
 
 
 # The numbers of the weights and the biases that a step leaves out: of a branch, and of a critic.
-@pytest.mark.parametrize(("variant", "numbers"), [("unused.py", "8 9"), ("vae_counts.py", "9 10")])
+@pytest.mark.parametrize(
+    ("variant", "numbers"), [(BY_FEATURE / "unused.py", "8 9"), (COMPLETE / "vae_counts.py", "9 10")]
+)
 def test_a_branch_left_out_unannounced_is_one_sentence(
-    variant: str, numbers: str, script: Script, tmp_path: Path
+    variant: Path, numbers: str, script: Script, tmp_path: Path
 ) -> None:
     arguments = (*EXACT, "--precision", "fp32", "--graph", "plain", "--results-dir", tmp_path)
-    told = failed(script(BEYOND / variant, *arguments, ranks=2))
+    told = failed(script(variant, *arguments, ranks=2))
     for rank in (0, 1):
         assert f"error on rank {rank}: the last step left out some of the network" in told
         assert f"did not receive grad for rank {rank}: {numbers}" in told
-    assert "see 03_multigpu_ddp/beyond/unused.py" in told
+    assert "see 03_multigpu_ddp/beyond/by_feature/unused.py" in told
 
 
 def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> None:
@@ -269,8 +273,10 @@ def test_the_examples_run_as_jobs(cluster: RunningCluster, tmp_path: Path) -> No
     checkout = Checkout(tmp_path / "a checkout", cluster)
     small = ("--train-size", 256, "--test-size", 100, "--batch-size", 48, "--no-cuda", "--epochs", 1)
     one_each = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
-    job = checkout.submit("srun", "beyond/lightning/mnist_lightning.py", *small, sbatch=one_each)
-    succeeded(checkout.submit_py("ddp", "--script", "beyond/tabular.py", "--gpus", 1, *small, "--wait"))
+    job = checkout.submit("srun", "beyond/complete/lightning/mnist_lightning.py", *small, sbatch=one_each)
+    succeeded(
+        checkout.submit_py("ddp", "--script", "beyond/complete/tabular.py", "--gpus", 1, *small, "--wait")
+    )
     assert checkout.cluster.wait(job, timeout=300)["JobState"] == "COMPLETED", checkout.log(job)
     runs = [records.read(path) for path in (checkout.folder / "results" / "runs").glob("*.csv")]
     found = {(rows[0]["stage"], rows[0]["world_size"], rows[0]["nodes"]) for rows in runs}

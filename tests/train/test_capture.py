@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import AROUND, BEYOND, STAGES, Script, rows_of, succeeded
+from conftest import AROUND, BY_FEATURE, STAGES, Script, rows_of, succeeded
 from torch import nn
 
 from trainkit.config.options import parse_options
@@ -53,7 +53,7 @@ def test_an_epoch_of_more_images_than_there_are(loader: str) -> None:
 def test_evaluation_batches_fit_the_device(
     device: str, given: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "_make_batches", lambda split, order, options, device: order)
+    monkeypatch.setattr(batches, "_make_batches", lambda dataset, order, *_, **__: order)
     opts = parse_options("", ["--test-batch-size", given] if given else [])
     split = InMemoryDataset("numbers", torch.zeros(5000, 1), torch.zeros(5000))
     order = eval_loader(split, opts, DistEnv(device=torch.device(device)))
@@ -80,7 +80,7 @@ def test_more_steps_wait_no_more_often(recipe: str, script: Script, tmp_path: Pa
 
 # --- a step captured in a CUDA graph -----------------------------------------------------------------
 
-CAPTURED = BEYOND / "captured.py"
+CAPTURED = BY_FEATURE / "captured.py"
 SMALL = ("--train-size", 250, "--test-size", 100, "--batch-size", 60, "--epochs", 2, "--precision", "fp32")
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import (
     BEYOND,
+    COMPLETE,
     ENVIRONMENT,
     REPOSITORY,
     STOPS,
@@ -35,7 +36,7 @@ from trainkit.training import sharded
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
 )
-SCRIPT = BEYOND / "gpt.py"
+SCRIPT = COMPLETE / "gpt.py"
 # Two epochs of 10 steps.
 SMALL = ("--width", 16, "--heads", 2, "--context", 16, "--shards", 1, "--batch-size", 12, "--train-size", 120)
 SMALL += ("--test-size", 31, "--epochs", 2, "--lr-warmup-images", 48, "--timeout", 60, "--save-model")

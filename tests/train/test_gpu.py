@@ -18,7 +18,8 @@ import pytest
 import torch
 from checkout import Checkout
 from conftest import (
-    BEYOND,
+    BY_FEATURE,
+    COMPLETE,
     ENVIRONMENT,
     GPUS,
     REPOSITORY,
@@ -43,7 +44,7 @@ pytestmark = [
 ]
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, finds {GPUS}")
 
-CAPTURED, GPT = (BEYOND / f"{name}.py" for name in ("captured", "gpt"))
+CAPTURED, GPT = BY_FEATURE / "captured.py", COMPLETE / "gpt.py"
 SHORT = ("--epochs", 2, "--train-size", 6400 * max(GPUS, 1), "--batch-size", 64 * max(GPUS, 1))
 
 

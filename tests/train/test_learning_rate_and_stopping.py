@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    BEYOND,
+    BY_FEATURE,
     REPOSITORY,
     STAGES,
     WITHOUT_DROPOUT,
@@ -144,7 +144,7 @@ def test_the_best_epoch_by_validation_is_the_result_on_any_ranks_and_after_a_sto
     script: Script, tmp_path: Path
 ) -> None:
     copy = tmp_path / "spoiled.py"
-    script_of_it = (BEYOND / "best_epoch.py").read_text()
+    script_of_it = (BY_FEATURE / "best_epoch.py").read_text()
     copy.write_text(script_of_it.replace("        tested = evaluate(", SPOILED))
     training = (*SMALL, "--recipe", "sgd", "--validation", 300, "--save-model", "--patience", 1)
     kept, other = tmp_path / "kept", tmp_path / "other"

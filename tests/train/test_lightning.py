@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    BEYOND,
+    COMPLETE,
     ENVIRONMENT,
     REPOSITORY,
     STAGES,
@@ -24,7 +24,7 @@ from conftest import (
 )
 from forking import forking
 
-FOLDER = BEYOND / "lightning"
+FOLDER = COMPLETE / "lightning"
 SCRIPT = FOLDER / "mnist_lightning.py"
 SMALL = ("--batch-size", 50, "--train-size", 500, "--test-size", 301, "--width", 4, "--precision", "fp32")
 SMALL = (*SMALL, "--epochs", 2, "--no-cuda", "--timeout", 60)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
-from conftest import AROUND, BEYOND, ENVIRONMENT, REPOSITORY, STOPS, TESTED, rows_of, succeeded
+from conftest import AROUND, BY_FEATURE, ENVIRONMENT, REPOSITORY, STOPS, TESTED, rows_of, succeeded
 from forking import Forking
 
 from trainkit.advice.report import AnswerText
@@ -128,7 +128,7 @@ def test_a_script_says_in_a_line_what_is_wrong(
     assert wrong in done.stderr
 
 
-@pytest.mark.parametrize("program", [PLAIN_DDP, BEYOND / "recorded.py"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("program", [PLAIN_DDP, BY_FEATURE / "recorded.py"], ids=lambda path: path.stem)
 @pytest.mark.parametrize(("visible", "taken"), [(4, "cuda:1"), (1, "cuda:0")])
 def test_a_process_takes_its_gpu_before_it_meets_the_others(
     program: Path, visible: int, taken: str, monkeypatch: pytest.MonkeyPatch
@@ -206,7 +206,7 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
     forking: Forking, few_images: Path, tmp_path: Path
 ) -> None:
     env = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "TRAINKIT_RESULTS_DIR": str(tmp_path)}
-    script = (BEYOND / "recorded.py", "--epochs", 3, "--batch-size", 100, "--data-dir", few_images)
+    script = (BY_FEATURE / "recorded.py", "--epochs", 3, "--batch-size", 100, "--data-dir", few_images)
     for ranks in (1, 2):
         job = tmp_path / f"job-{ranks}"
         job.mkdir()

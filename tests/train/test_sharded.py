@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    BEYOND,
+    BY_FEATURE,
     STAGES,
     WITHOUT_DROPOUT,
     Script,
@@ -27,7 +27,7 @@ from trainkit.training.model import Net
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
 )
-FSDP, PIPELINE = (BEYOND / f"{name}.py" for name in ("fsdp", "pipeline"))
+FSDP, PIPELINE = (BY_FEATURE / f"{name}.py" for name in ("fsdp", "pipeline"))
 # SGD, as Adam and Adadelta take a large step along a gradient that is nearly 0, whatever its sign.
 SMALL = ("--train-size", 180, "--test-size", 101, "--batch-size", 60, "--width", 4, "--epochs", 2)
 SMALL += ("--recipe", "sgd", "--precision", "fp32", "--timeout", 60, "--save-model")

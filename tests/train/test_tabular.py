@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BEYOND, Script, furthest, rows_of, succeeded, weights_of
+from conftest import COMPLETE, Script, furthest, rows_of, succeeded, weights_of
 from sklearn import calibration
 from sklearn import metrics as judges
 
 from trainkit.record import records
 
-SCRIPT = BEYOND / "tabular.py"
+SCRIPT = COMPLETE / "tabular.py"
 SMALL = ("--train-size", 900, "--test-size", 1000, "--batch-size", 30, "--epochs", 2, "--no-cuda")
 # SGD, as to Adadelta and Adam gradients that are twice as large are nearly the same.
 EXACT = (*SMALL, "--recipe", "sgd", "--lr", 0.05, "--save-model", "--timeout", 60)
@@ -77,7 +77,7 @@ def test_metrics_are_those_of_scikit_learn(
     name: str, trained: dict[str, Trained], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It computes them from the saved weights, on all test rows at once."""
-    monkeypatch.syspath_prepend(BEYOND)
+    monkeypatch.syspath_prepend(COMPLETE)
     from tabular import TableNet
     from tabular_data import CLASSES, load
 

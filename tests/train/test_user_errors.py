@@ -12,6 +12,7 @@ import torch
 from checkout import Checkout, plant
 from conftest import (
     BEYOND,
+    BY_FEATURE,
     ENVIRONMENT,
     REPOSITORY,
     STAGES,
@@ -106,7 +107,9 @@ def test_a_bad_option_of_an_example_is_named(
     example, *options = command.split()
     if example in ("gpt", "pipeline") and torch.__version__ < sharded.NEEDED:
         pytest.skip(f"needs PyTorch {sharded.NEEDED} or newer")
-    error = one_error(script(BEYOND / f"{example}.py", *options, "--results-dir", tmp_path, ranks=1))
+    error = one_error(
+        script(next(BEYOND.glob(f"*/{example}.py")), *options, "--results-dir", tmp_path, ranks=1)
+    )
     assert error.startswith("error")
     assert [name for name in names if name not in error] == [], error
     assert not list(tmp_path.rglob("*.csv"))
@@ -251,7 +254,7 @@ def test_a_mistake_of_a_rank_ends_the_run_without_a_traceback(script: Script) ->
 
 @pytest.mark.skipif(torch.__version__ < sharded.NEEDED, reason="pipeline.py needs a newer PyTorch")
 def test_blocks_that_do_not_divide_among_the_ranks(script: Script) -> None:
-    told = failed(script(BEYOND / "pipeline.py", ranks=3))
+    told = failed(script(BY_FEATURE / "pipeline.py", ranks=3))
     assert "8 blocks do not divide among 3 processes: start 1, 2, 4 or 8" in told
 
 

@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import BEYOND, Script, ran, succeeded
+from conftest import COMPLETE, Script, ran, succeeded
 
-SCRIPT = BEYOND / "vae_counts.py"
+SCRIPT = COMPLETE / "vae_counts.py"
 PAGE = SCRIPT.parent / "GENE_COUNTS.md"
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 

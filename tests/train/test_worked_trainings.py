@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BEYOND, STOPS, Script, one_error, places, rows_of, succeeded
+from conftest import BEYOND, COMPLETE, STOPS, Script, one_error, places, rows_of, succeeded
 from PIL import Image
 
 from trainkit.record import records
@@ -25,8 +25,8 @@ SMALL = ("--batch-size", 20, "--test-size", 11, "--epochs", 2, "--timeout", 60)
 PRECISE = f"""
 import runpy, sys, torch
 torch.set_default_dtype(torch.float64)
-sys.path[0] = "{BEYOND}"
-runpy.run_path("{BEYOND / "resnet.py"}", run_name="__main__")
+sys.path[0] = "{COMPLETE}"
+runpy.run_path("{COMPLETE / "resnet.py"}", run_name="__main__")
 """
 
 
@@ -58,7 +58,7 @@ def test_a_worked_training_is_the_same_on_two_ranks_and_after_a_stop(
     name: str, images: Path, script: Script, tmp_path: Path
 ) -> None:
     own, metrics = WORKED[name]
-    command = (BEYOND / f"{name}.py", *SMALL, *own)
+    command = (next(BEYOND.glob(f"*/{name}.py")), *SMALL, *own)
     if name == "resnet":
         (tmp_path / "precise.py").write_text(PRECISE)
         command = (tmp_path / "precise.py", *SMALL, *own, "--images", images)
@@ -75,4 +75,4 @@ def test_a_worked_training_is_the_same_on_two_ranks_and_after_a_stop(
 def test_a_folder_without_images_is_one_sentence(images: Path, script: Script) -> None:
     (images / "val" / "light").rename(images / "val" / "white")
     for folder, sentence in ((images / "none", "is not to be used"), (images, "need folders of the same")):
-        assert sentence in one_error(script(BEYOND / "resnet.py", "--images", folder))
+        assert sentence in one_error(script(COMPLETE / "resnet.py", "--images", folder))

@@ -194,7 +194,8 @@ SENTENCES: list[tuple[Evidence, str]] = [
         GAPS,
         "gaps between kernels leave GPU 0 on n1 at 8 % of its power above idle (143 of 700 W, utilisation 24 "
         "%, 2.46 ms a step): a larger batch per GPU (--batch-size), or a captured step "
-        "(03_multigpu_ddp/beyond/captured.py; 01_singlegpu/README.md#when-the-gpu-waits-for-the-cpu).",
+        "(03_multigpu_ddp/beyond/by_feature/captured.py; "
+        "01_singlegpu/README.md#when-the-gpu-waits-for-the-cpu).",
     ),
     (
         replace(GAPS, has_gaps=False, is_captured=True, power=replace(POWER, utilisation_percent=math.nan)),

@@ -3,8 +3,8 @@
 Try: PYTHONPATH=. python3 tools/bench/gpt_ladder.py --out results/sample/h100/gpt_ladder.csv
 
 124 million weights on one GPU, or, with --cpu, 7 million on two ranks of a CPU. Each section is a training by
-03_multigpu_ddp/beyond/gpt.py in a separate process, with its own time limit. Its row is written to the CSV
-as soon as it is known; the table of all is printed at the end. A failed section has its error instead of
+beyond/complete/gpt.py of stage 03 in a separate process, with its own time limit. Its row is written to the
+CSV as soon as it is known; the table of all is printed at the end. A failed section has its error instead of
 numbers. Name sections to run only these.
 """
 
@@ -25,7 +25,7 @@ from trainkit.config.command_line import Parser, one_of
 from trainkit.errors import entrypoint
 from trainkit.record import records
 
-SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "gpt.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "complete" / "gpt.py"
 EPOCHS = 3  # the first warms up, and is not counted
 
 

@@ -26,7 +26,7 @@ from trainkit.record import records
 REPOSITORY = Path(__file__).resolve().parents[2]
 SINGLE = "01_singlegpu/mnist_singlegpu.py"
 DDP = "03_multigpu_ddp/mnist_ddp.py"
-CAPTURED = "03_multigpu_ddp/beyond/captured.py"
+CAPTURED = "03_multigpu_ddp/beyond/by_feature/captured.py"
 SHAPES = {
     "128 tf32": ("--batch-size", 128, "--precision", "tf32"),
     "1024 bf16": ("--batch-size", 1024, "--precision", "bf16"),

@@ -347,7 +347,7 @@ def _launch_bound(evidence: LaunchBound, issue: Issue, is_plain: bool) -> str:
     if evidence.is_data_parallel:
         remedy += ", or DDP (03_multigpu_ddp)"
     elif not evidence.is_captured:
-        remedy += f", or a captured step (03_multigpu_ddp/beyond/captured.py; {LAUNCHES_PAGE})"
+        remedy += f", or a captured step (03_multigpu_ddp/beyond/by_feature/captured.py; {LAUNCHES_PAGE})"
     return f"{problem} at {_percent(evidence.load)} of its power above idle ({seen}): {remedy}."
 
 

@@ -81,7 +81,7 @@ def check(mine: Workspace) -> str:
         f"Without `average`, the ranks drift apart: their weights are different ({came}). With it, N ranks "
         "make the steps of one process with the whole batch, and no rank has to send its weights. DDP does "
         "the same, but it sends many gradients in one call, while the others are still being computed: see "
-        "03_multigpu_ddp/beyond/by_hand.py."
+        "03_multigpu_ddp/beyond/by_feature/by_hand.py."
     )
 
 

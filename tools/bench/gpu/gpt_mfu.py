@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "03_multigpu_ddp" / "beyond"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "03_multigpu_ddp" / "beyond" / "complete"))
 
 import gpt
 import gpt_metrics

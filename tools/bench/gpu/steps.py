@@ -31,7 +31,7 @@ from trainkit.training.model import Net
 from trainkit.training.precision import set_float32_precision
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-CAPTURED_SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "captured.py"
+CAPTURED_SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "by_feature" / "captured.py"
 COLUMNS = ["shape", "way", "loop", "images_per_s", "slowest", "fastest", "ms_per_step", "windows", "start_s"]
 WARMUP_STEPS = 30
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from sync_on_cpu import SyncOnCPU
 from torch import nn
 from torchvision import transforms as t
 from torchvision.datasets import ImageFolder
@@ -22,6 +21,7 @@ from trainkit.errors import UserError, entrypoint
 from trainkit.training.evaluation import evaluate
 from trainkit.training.precision import set_float32_precision
 from trainkit.training.run import Run
+from trainkit.training.sync_on_cpu import SyncOnCPU
 from trainkit.tuning import tune_process
 
 OWN = {

@@ -5,7 +5,6 @@ Try: torchrun --standalone --nproc-per-node=2 batchnorm.py --epochs 2
 
 import torch
 import torch.nn.functional as F
-from sync_on_cpu import SyncOnCPU
 from torch import nn
 
 from trainkit.config.options import option, parse_options
@@ -18,6 +17,7 @@ from trainkit.training.model import Net
 from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import set_float32_precision
 from trainkit.training.run import Run
+from trainkit.training.sync_on_cpu import SyncOnCPU
 from trainkit.tuning import tune_process
 
 
