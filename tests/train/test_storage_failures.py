@@ -21,7 +21,6 @@ from conftest import (
     places,
     ran,
     rows_of,
-    stage_command,
     start_stage,
     succeeded,
 )
@@ -361,20 +360,3 @@ def test_the_threads_of_the_group_end_before_python_does(how: tuple, ending: tup
     env = ENVIRONMENT | RANK | {"PYTHONPATH": str(REPOSITORY)}  # it ends as a user's Python does
     done = ran(sys.executable, script, *how, env=env)
     assert (done.returncode, done.stderr) == ending
-
-
-def test_ctrl_c_while_pytorch_is_loaded(tmp_path: Path) -> None:
-    """A module of that name, in which it comes."""
-    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
-    done = ran(*stage_command("single"), env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path)})
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
-
-
-def test_want_of_memory_while_pytorch_is_loaded_is_noted(tmp_path: Path) -> None:
-    """In a job the note is its reason."""
-    (tmp_path / "torch.py").write_text("raise MemoryError")
-    job = {"TRAINKIT_JOB_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path), "RANK": "1"}
-    done = ran(*stage_command("single"), env=ENVIRONMENT | job)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error on rank 1: this process may not have more memory")
-    assert (tmp_path / "rank-1.failed").read_text() == done.stderr
