@@ -192,7 +192,7 @@ def _probe(compared: sweep.Sweep, batch: int) -> Probe:
     Raises:
         UserError: if that fails.
     """
-    # A separate folder: it chooses its own precision, and does not enter the comparison.
+    # A folder of its own: its epochs have another length, and it does not enter the comparison.
     alone = replace(compared, folder=compared.folder / "probe")
     grid = sweep.Grid(stages=(STAGES[SINGLE],), gpus=(1,), batch_sizes=(batch,))
     (run,), _ = alone.planned(grid)

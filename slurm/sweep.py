@@ -33,9 +33,6 @@ Lists are separated by commas. All other options go to every run unchanged, such
 To continue after a break, give the same command with the --out that the sweep has printed. Finished runs
 are kept, jobs still in Slurm are watched again, failed ones are submitted again. Longer lists add runs.
 
-All runs have one precision: with --precision auto the first run goes alone, and its choice holds for
-the others. With another --precision none has to wait.
-
 Every GPU comes with the same number of CPU cores (--cpus-per-gpu), and every process of single and
 ddp has as many threads; the one process of dp has those of all its GPUs.
 

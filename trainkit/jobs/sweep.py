@@ -234,7 +234,7 @@ class Sweep:
             )
         return lock
 
-    def submit(self, run: PlannedRun, precision: str) -> Handle:
+    def submit(self, run: PlannedRun) -> Handle:
         """Start `run`, every repeat with another seed; its link `job` leads to the logs.
 
         Raises:
@@ -244,7 +244,6 @@ class Sweep:
         arguments = [*self.arguments]
         if not self.plain:
             arguments += run.arguments()
-            arguments += ["--precision", precision]
             arguments += ["--seed", str(self.opts.seed + run.repeat - 1)]
             arguments += ["--results-dir", str(run_folder)]
         site = self.site._replace(results_dir=run_folder)
@@ -294,15 +293,6 @@ class Sweep:
                 finished += recorded.csvs
         return finished
 
-    def precision(self) -> str:
-        """Return the precision of all runs: the one requested, or "auto" until a run has chosen."""
-        if self.plain:
-            return ""
-        if self.opts.precision == "auto":
-            for recorded in self.runs("*"):
-                return recorded.rows[0]["precision"]
-        return self.opts.precision
-
     def runs(self, name: str) -> Iterator["RecordedRun"]:
         """Yield what the run called `name` has recorded; `*` for all runs."""
         files: dict[str, Path] = {}
@@ -351,8 +341,6 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
         UserError: if a job is refused while none is active, or Slurm does not answer.
     """
     queue = _Queue(sweep, planned, most_jobs=1 if sweep.why_here else max_jobs)
-    if queue.waiting and queue.most_jobs > 1 and sweep.precision() == "auto":
-        print_line("the first run goes alone, and sets the precision of all (or give --precision)")
     try:
         while queue.waiting or queue.active:
             queue.submit()
@@ -406,13 +394,10 @@ class _Queue:
         Raises:
             UserError: if one is refused while none is active.
         """
-        precision = self.sweep.precision()
-        # The first run chooses the precision of all.
-        most_jobs = 1 if precision == "auto" else self.most_jobs
-        while self.waiting and len(self.active) < min(self.room, most_jobs):
+        while self.waiting and len(self.active) < self.room:
             run = self.waiting[0]
             try:
-                self.active[run] = self.sweep.submit(run, precision)
+                self.active[run] = self.sweep.submit(run)
             except UserError as error:
                 if not self.active:
                     raise
