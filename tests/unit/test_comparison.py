@@ -287,6 +287,20 @@ def test_a_network_with_other_weights_is_another_training(tmp_path: Path, compar
         assert row[5:7] == [speed, f"{speed}..{speed}"]
 
 
+def test_a_network_of_ones_own_may_be_called_net(tmp_path: Path, compared: Compared) -> None:
+    """Nothing goes by the name of its class: it is another training, with rows and a baseline of its own."""
+    tutorial = "Conv2d=2 Linear=2 structure=1111aaaa"
+    own = "Conv2d=5 Linear=1 structure=2222bbbb"
+    write_run(tmp_path, "one", [10, 1000, 1000], network=tutorial)
+    write_run(tmp_path, "two", [10, 1600, 1600], **ddp(2, network=tutorial))
+    write_run(tmp_path, "own-one", [10, 50, 50], stage="mine", network=own, parameters=5_000_000)
+    write_run(tmp_path, "own-two", [10, 90, 90], **ddp(2, stage="mine", network=own, parameters=5_000_000))
+    table = compared().table
+    assert list(table[table.stage == "ddp"].speedup) == [1.6]
+    of_own = table[table.stage == "mine"]
+    assert list(of_own.speedup) == [1, 1.8] and set(of_own.baseline) == {"mine"}
+
+
 def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) -> None:
     """Each batch size is one case: images/s of single and of another run, and the mark of the latter."""
     cases = {
@@ -477,7 +491,7 @@ def test_threads_count_where_they_are_the_workers(tmp_path: Path, compared: Comp
             tmp_path, f"two-{device[:3]}", [10, 1500], **ddp(2, threads_per_worker=2, device_name=device)
         )
     text, table, _ = compared()
-    assert f"{CPU}, mnist: " in text and "1.50x" in verdict_of(text)
+    assert f"{CPU}, mnist, Net: " in text and "1.50x" in verdict_of(text)
     two = table[table.stage == "ddp"].set_index("device_name")
     assert pd.isna(two.speedup[CPU]) and "threads per worker (2, 1)" in two.why[CPU]
     assert two.speedup[GPU] == 1.5
@@ -611,10 +625,10 @@ def test_a_table_of_an_own_training(tmp_path: Path, compared: Compared) -> None:
     assert list(rows.speedup) == [1, 1.8, 3.2] and set(rows.baseline) == {"depth"}
     assert list(seen.table[seen.table.stage == "ddp"].speedup) == [1.6]
     assert "speedup against depth" in seen.text
-    assert f"{GPU}, mnist: " in seen.text and f"{GPU}, rooms, UNet: " in seen.text
+    assert f"{GPU}, mnist, Net: " in seen.text and f"{GPU}, rooms, UNet: " in seen.text
     assert numbers_in(verdict_of(seen.text)) == ["2", "1.60", "80", "256", "4", "3.20", "80", "256"]
     for name in FIGURES:
-        assert seen.titles(name) == [f"{GPU} mnist", f"{GPU} rooms, UNet"]
+        assert seen.titles(name) == [f"{GPU} mnist, Net", f"{GPU} rooms, UNet"]
     assert seen.legend("speedup.png") == ["ideal", "DDP, batch 256", "depth, batch 256"]
 
 

@@ -204,8 +204,8 @@ def label(row: TableRow | pd.Series, count: bool = True, weak: bool = False) -> 
 
 
 def with_model(dataset: str, model: str) -> str:
-    """Name the data and, if it is not the tutorial's, the network, as `mnist, MyNet`."""
-    return dataset if model == columns.TUTORIAL_MODEL else f"{dataset}, {model}"
+    """Name the data and the class of the network, as `mnist, Net`."""
+    return f"{dataset}, {model}"
 
 
 def common(section: pd.DataFrame) -> str:

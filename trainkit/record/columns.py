@@ -16,7 +16,6 @@ DP = "dp"
 DDP = "ddp"
 TUTORIAL_STAGES = {SINGLE: "single", DP: "DataParallel", DDP: "DDP"}
 STAGE_FOLDERS = {SINGLE: "01_singlegpu", DP: "02_multigpu_dp", DDP: "03_multigpu_ddp"}
-TUTORIAL_MODEL = "Net"
 DEFAULT_WIDTH = 32
 # Images in a step: the default --batch-size, and the batch that --lr is for if a rule scales it.
 BASE_BATCH = 64
