@@ -82,19 +82,20 @@ def of_optimizer(optimizer: torch.optim.Optimizer, split: bool = False) -> str:
     return _fitting(" ".join([type(optimizer).__name__, *_words(said)]))
 
 
-def of_schedule(schedule: object) -> str:
-    """Describe a learning rate schedule by class and constants, as `StepLR step_size=30 gamma=0.1`."""
-    schedule = getattr(schedule, "scheduler", schedule)  # Accelerate wraps it
-    if schedule is None:
+def of_lr_scheduler(lr_scheduler: object) -> str:
+    """Describe an lr_scheduler by class and constants, as `StepLR step_size=30 gamma=0.1`."""
+    lr_scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # Accelerate wraps it
+    if lr_scheduler is None:
         return ""
-    state = schedule.state_dict() if hasattr(schedule, "state_dict") else {}
+    state = lr_scheduler.state_dict() if hasattr(lr_scheduler, "state_dict") else {}
     constants = {
         name: value if value is True else _word(value)
         for name, value in state.items()
         if not name.startswith("_") and name not in OF_A_STEP and value is not None and value is not False
     }
-    own = " ".join([type(schedule).__name__, *_words(constants)])
-    return _fitting(" + ".join([own, *map(of_schedule, getattr(schedule, "_schedulers", ()))]))
+    described = [" ".join([type(lr_scheduler).__name__, *_words(constants)])]
+    described += [of_lr_scheduler(chained) for chained in getattr(lr_scheduler, "_schedulers", ())]
+    return _fitting(" + ".join(described))
 
 
 def of_network(networks: Mapping[str, nn.Module], split: bool = False) -> str:

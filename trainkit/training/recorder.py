@@ -86,7 +86,7 @@ class Recorder:
             "parameters": trained_weights(model),
             "settings": options.in_words(settings or {}),
             "optimizer": identity.of_optimizer(self._optimizer),
-            "schedule": identity.of_schedule(lr_scheduler),
+            "schedule": identity.of_lr_scheduler(lr_scheduler),
             "network": identity.of_network({"model": model}),
         }
         known = self._optimizer.defaults | (settings or {}) | {"lr": lr, "learning_rate": lr}

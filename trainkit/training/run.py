@@ -157,11 +157,11 @@ class Run:
             "arguments": identity.of_arguments({}, elsewhere=self.options.elsewhere(), **sizes),
         }
         if not self._by_recipe():
-            schedules = [one for one in parts.values() if isinstance(one, LRScheduler)]
+            lr_schedulers = [part for part in parts.values() if isinstance(part, LRScheduler)]
             facts |= {
                 "gamma": math.nan,
                 "optimizer": " + ".join(map(identity.of_optimizer, self._optimizers())),
-                "schedule": " + ".join(map(identity.of_schedule, schedules)),
+                "schedule": " + ".join(map(identity.of_lr_scheduler, lr_schedulers)),
             }
             if self.optimizer not in optim.MADE:
                 facts["lr"] = identity.base_lr(self.optimizer)
