@@ -1,12 +1,13 @@
 """The READMEs: the commands they give, and the diffs of the stages and tables of runs that they quote.
 
-A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`,
-`lines FILE "FIRST" "LAST"` (of a .py or .sh: from the line that contains FIRST to the next that contains
-LAST), `table FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one
-column of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV
-`medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of what breakdown.py wrote `phases FILE.tsv`, of a
-job's samples `verdict FOLDER`, or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of
-what it has written. Paths are relative to the README. Run this file (`make lessons`) to bring all up to date.
+A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`, `lines
+FILE "FIRST" "LAST"` (of a .py or .sh: from the line that contains FIRST to the next that contains LAST),
+`table FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column
+of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV
+`medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of what breakdown.py wrote `phases FILE.tsv`, of
+a job's samples `verdict FOLDER`, what a program has printed `output FILE.txt`, or `bench TOOL FILE.csv
+...`, the table that a tool in tools/bench makes of what it has written. Paths are relative to the README.
+Run this file (`make lessons`) to bring all up to date.
 
 So is the notebook of stage 02: it is run, and what every run without a GPU shows alike is kept. A cell with
 the tag `fresh` measures. Its outputs are the reader's own, and none are committed.
@@ -88,6 +89,7 @@ def up_to_date(readme: Path) -> str:
             "medians": _medians,
             "phases": _phases,
             "verdict": _verdict,
+            "output": _output,
             "bench": _bench,
         }
         text = kinds[kind](readme.parent, *words)
@@ -179,6 +181,11 @@ def _verdict(folder: Path, name: str) -> str:
     """Return the verdict as a job's log has it."""
     lines = wording.verdict_lines(judge(folder / name), "job 12")
     return "\n".join(["```", *(f"watch   {line}" for line in lines), "```"])
+
+
+def _output(folder: Path, name: str) -> str:
+    """Return what a program has printed, as it is."""
+    return f"```\n{(folder / name).read_text().rstrip()}\n```"
 
 
 def _bench(folder: Path, tool: str, *names: str) -> str:
