@@ -38,19 +38,16 @@ STATES = ("started", "finished", "failed", "lost")  # of a rank
 NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
 
 
-def prepare(folder: Path, restarts: int, plain: bool) -> None:
+def prepare(folder: Path, plain: bool) -> None:
     """Make a job's folder ready for a start: without the notes of earlier ones.
 
     Args:
         folder: the job's own.
-        restarts: how often it has come back from the queue.
         plain: whether its script does not use the kit.
 
     Raises:
         OSError: if it cannot be made.
     """
-    if restarts == 0:
-        set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
     of_ranks = [path for path in folder.glob("rank-*") if NOTE.fullmatch(path.name)]
     for path in (*of_ranks, folder / FIRST_FAILED, folder / STOPPED, folder / OUTCOME):

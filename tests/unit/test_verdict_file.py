@@ -33,7 +33,7 @@ def test_the_verdict_is_kept_as_json(make_job: MakeJob) -> None:
     folder = make_job([STARVED, STARVED, UNUSED], ranks=2, facts=FROM_LOADERS)
     verdict = judge(folder)
     verdict_file.keep(folder, verdict)
-    kept = json.loads((folder / verdict_file.NAME).read_text())
+    kept = json.loads((folder / samples.VERDICT).read_text())
     assert kept["schema_version"] == verdict_file.SCHEMA_VERSION
     assert kept["devices"] == f"3 x {traces.GPU_NAME}"
     assert kept["energy_kwh"] == verdict.energy_kwh

@@ -351,7 +351,9 @@ def begin(job: Beginning, resolve: Callable[[str], str | None], monitored: bool)
         return f"begun=1\n{_print([words])}\nexit"
     plan = decide(job, resolve, datetime.now().astimezone())
     try:
-        job_folder.prepare(job.folder, restarts=job.restarts, plain=job.plain)
+        if job.restarts == 0:
+            job_folder.set_aside(job.folder)
+        job_folder.prepare(job.folder, plain=job.plain)
         samples.prepare(job.folder / samples.FOLDER, plan.asked if monitored else None)
     except OSError as error:
         raise UserError(

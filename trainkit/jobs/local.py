@@ -65,16 +65,6 @@ def _chosen_gpus(count: int) -> list[str]:
     return [str(index) for index in range(count)]
 
 
-def prepare(folder: Path, plain: bool, sampled: bool) -> None:
-    """Make what slurm/job_env.sh would make in the job's folder."""
-    if sampled:
-        # The ranks note there where their records are.
-        (folder / samples.FOLDER).mkdir(exist_ok=True)
-    if plain:
-        (folder / job_folder.PLAIN).touch()
-        (folder / job_folder.CHECKPOINTS).mkdir()
-
-
 @contextmanager
 def without_ctrl_c() -> Iterator[None]:
     """Start processes that Ctrl-C does not reach: it is for this one, which then ends the others in order."""

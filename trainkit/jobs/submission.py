@@ -22,6 +22,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainkit import job_folder
 from trainkit.config import options
 from trainkit.config.command_line import Parser, at_least, given, time_limit
 from trainkit.data import staging
@@ -32,6 +33,7 @@ from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
 from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
+from trainkit.record import samples
 from trainkit.record.columns import SINGLE, STAGE_FOLDERS
 
 if TYPE_CHECKING:
@@ -156,7 +158,10 @@ def _starting_here(request: Request) -> Iterator[Sent]:
         gpus=request.resources.gpus,
         threads=request.threads,
     )
-    local.prepare(request.folder, plain=request.stage.plain, sampled=request.site.monitor)
+    job_folder.prepare(request.folder, plain=request.stage.plain)
+    if request.site.monitor:
+        # The ranks note there where their records are.
+        (request.folder / samples.FOLDER).mkdir()
     with local.without_ctrl_c(), _environment(variables):
         yield sent
     job = sent.job

@@ -450,9 +450,9 @@ def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> _End
         return _Ending(f"failed: {state.detail} (log: {handle.log})", well=False)
     if sweep.plain:
         (sweep.folder / run.name / FINISHED).touch()
-        for line in handle.verdict():
-            if samples.NEVER_MET in line:
-                return _Ending(f"finished; {line.removeprefix('watch   ')}", well=True)
+        for finding in samples.read_findings(handle.folder / samples.FOLDER):
+            if finding["kind"] == samples.NEVER_MET:
+                return _Ending(f"finished; {finding['sentence']}", well=True)
         return _Ending("finished", well=True)
     until = time.monotonic() + CSV_SECONDS
     csvs = sweep.finished(run.name)

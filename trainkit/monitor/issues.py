@@ -8,6 +8,7 @@ from enum import Enum
 from typing import ClassVar
 
 from trainkit.monitor.sample_tables import GpuId, RankId
+from trainkit.record import samples
 
 # Where an issue is: on a node, by its name, a GPU or a rank.
 Location = str | GpuId | RankId
@@ -57,7 +58,7 @@ class Evidence:
 class RanksNeverMet(Evidence):
     """Several ranks, each of which trained by itself."""
 
-    kind = "never_met"
+    kind = samples.NEVER_MET
     ranks: int
 
 

@@ -11,10 +11,9 @@ from trainkit.files import replacing
 from trainkit.monitor import wording
 from trainkit.monitor.issues import Issue
 from trainkit.monitor.verdict import Verdict
-from trainkit.record import records
+from trainkit.record import records, samples
 
 SCHEMA_VERSION = 2
-NAME = "verdict.json"
 
 
 def keep(folder: Path, verdict: Verdict) -> None:
@@ -24,7 +23,7 @@ def keep(folder: Path, verdict: Verdict) -> None:
         OSError: if one of them cannot be written.
     """
     document = as_json(verdict)
-    for path in (folder / NAME, *map(records.verdict_file, verdict.records)):
+    for path in (folder / samples.VERDICT, *map(records.verdict_file, verdict.records)):
         with replacing(path) as file:
             json.dump(document, file, indent=1)
 

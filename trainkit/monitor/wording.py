@@ -30,7 +30,6 @@ from trainkit.monitor.requests import Request
 from trainkit.monitor.sample_tables import GpuId, RankId
 from trainkit.monitor.sampled_job import LEAST_SAMPLES
 from trainkit.monitor.verdict import Devices, NothingSeen, StartedByScripts, TooShort, Verdict
-from trainkit.record.samples import NEVER_MET
 
 LAUNCHES_PAGE = "01_singlegpu/README.md#when-the-gpu-waits-for-the-cpu"
 GPU_POWER_IS_UNKNOWN = "the power of the GPUs, without which gaps between kernels do not show"
@@ -170,7 +169,7 @@ def _sentence(evidence: Evidence, issue: Issue, is_plain: bool) -> str:
 @_sentence.register
 def _ranks_never_met(evidence: RanksNeverMet, issue: Issue, is_plain: bool) -> str:
     return (
-        f"the {evidence.ranks} ranks {NEVER_MET}: each trained by itself, and may have overwritten the files "
+        f"the {evidence.ranks} ranks never met: each trained by itself, and may have overwritten the files "
         "of the others. Ask for one task; or let them train as one, by init_process_group (torchrun's "
         "variables are set) and DistributedDataParallel."
     )

@@ -9,6 +9,7 @@ itself at each moment. Beside them:
 | `asked` | for a job script: CPUs per task, tasks per node, and MB per node (0: not asked for) |
 | `notes` | what could not be sampled, a sentence per line |
 | `ended` | the exit code of the job, once it has one |
+| `verdict.json` | the verdict for programs, by monitor/verdict_file.py |
 | `told` | the verdict as the log has it, or why there is none |
 
 This folder is all that a training, a job and the monitor know of each other.
@@ -16,6 +17,7 @@ This folder is all that a training, a job and the monitor know of each other.
 
 import csv
 import io
+import json
 import math
 import os
 import sys
@@ -33,12 +35,14 @@ ASKED = "asked"
 NOTES = "notes"
 ENDED = "ended"
 TOLD = "told"
-# What only the last start of a job has, with the verdict (monitor/verdict_file.py) and the sampler's log.
-OF_A_START = (ASKED, ENDED, TOLD, "verdict.json", "log")
+VERDICT = "verdict.json"
+# What only the last start of a job has, with the sampler's log.
+OF_A_START = (ASKED, ENDED, TOLD, VERDICT, "log")
 
 PERIOD_SECONDS = 1.0  # from one sample to the next
 VERDICT_SECONDS = 15  # for the sampler to end by itself after the job, with its verdict
-NEVER_MET = "never met"  # what the verdict in `told` says of ranks that trained each by itself
+# The kind of a finding in the verdict: ranks that trained each by itself.
+NEVER_MET = "never_met"
 
 # What a row describes.
 NODE = "node"
@@ -191,6 +195,17 @@ def read_asked(folder: Path) -> Asked | None:
         return Asked(float(cpus_per_task), float(tasks_per_node), float(mb_per_node))
     except ValueError:
         return None
+
+
+def read_findings(folder: Path) -> list[dict[str, object]]:
+    """Return the findings of the verdict, the worst first, as monitor/verdict_file.py describes them.
+
+    There are none if there is no verdict.
+    """
+    try:
+        return json.loads((folder / VERDICT).read_text(encoding="utf-8"))["findings"]
+    except OSError:
+        return []
 
 
 def runs(folder: Path) -> list[Path]:
