@@ -1,47 +1,9 @@
 """Compare runs: a table on the terminal, comparison.md, comparison.csv and the figures.
 
-Try: python results/plot_results.py results/runs
+Try: python results/plot_results.py --help
 """
 
-from pathlib import Path
-
-from trainkit.compare.report import report, report_each
-from trainkit.config.command_line import Parser, above_0, given_path
-from trainkit.errors import entrypoint, print_line
-
-RESULTS = Path(__file__).resolve().parent
-
-
-@entrypoint
-def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        type=given_path,
-        default=[RESULTS / "runs"],
-        help="CSV files of runs, or folders that hold some (default: results/runs)",
-    )
-    parser.add_argument(
-        "--out", type=given_path, default=RESULTS, help="folder to write to (default: results)"
-    )
-    parser.add_argument(
-        "--target",
-        type=above_0(100),
-        metavar="PERCENT",
-        help="also show how long each took to reach this test accuracy, such as 98",
-    )
-    parser.add_argument(
-        "--each",
-        action="store_true",
-        help="compare the runs of each folder separately, in one table: yours and ours, or those of a class",
-    )
-    args = parser.parse_args()
-    if args.each:
-        print_line(report_each(args.paths, args.out, args.target))
-    else:
-        print_line(report(args.paths, args.out, args.target))
-
+from trainkit.commands.plot_results import main
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,6 @@
 """`make compare` without Slurm, in a copy of the project whose path has spaces, from another directory."""
 
 import re
-import runpy
 import shlex
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from checkout import Checkout, make_project
 from conftest import ENVIRONMENT, REPOSITORY, STARTUP, one_error, ran, succeeded
 from forking import Forking
 
+from trainkit.commands import compare
 from trainkit.errors import UserError
 
-COMPARE = runpy.run_path(str(REPOSITORY / "results" / "compare.py"))
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
 
 
@@ -99,14 +98,14 @@ def test_compare_refuses_bad_options_in_one_sentence(arguments: str, sentence: s
     ],
 )
 def test_an_epoch_of_about_three_seconds(batch: int, speed: float, gpus: int, size: int) -> None:
-    assert COMPARE["choose_train_size"](speed, batch, gpus) == size
+    assert compare.choose_train_size(speed, batch, gpus) == size
 
 
 def test_numbers_of_gpus_and_the_batch_that_they_can_share() -> None:
     counts = {1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 4), 6: (1, 2, 4, 6), 8: (1, 2, 4, 8)}
-    assert {gpus: COMPARE["device_counts"](gpus) for gpus in counts} == counts
-    assert COMPARE["share_batch_size"](8, None, None) == 4096
-    assert COMPARE["share_batch_size"](6, None, None) == 4104
-    assert COMPARE["share_batch_size"](2, 99, None) == 100
+    assert {gpus: compare.device_counts(gpus) for gpus in counts} == counts
+    assert compare.share_batch_size(8, None, None) == 4096
+    assert compare.share_batch_size(6, None, None) == 4104
+    assert compare.share_batch_size(2, 99, None) == 100
     with pytest.raises(UserError, match="--train-size 8191 is not one step with batch 4096 on each of 2"):
-        COMPARE["share_batch_size"](2, None, 8191)
+        compare.share_batch_size(2, None, 8191)

@@ -2,11 +2,14 @@
 
 import ast
 import sys
+from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import lessons
 import pytest
-from conftest import REPOSITORY, ran, succeeded
+from conftest import ENVIRONMENT, REPOSITORY, one_error, ran, succeeded
+from setuptools.config.pyprojecttoml import load_file
 
 # Package -> the packages, or modules of them, that it may import besides itself and the modules at the top.
 MAY_IMPORT = {
@@ -21,6 +24,8 @@ MAY_IMPORT = {
     "advice": ("compare", "record"),
     "monitor": ("distributed", "record"),
     "workshop": ("compare", "config", "distributed", "record", "jobs", "data.staging"),
+    # They join the others, and no other package may import them.
+    "commands": ("advice", "compare", "config", "data", "distributed", "jobs", "monitor", "record"),
 }
 OPTIONAL = ("monitor", "advice", "workshop")
 _WHAT_TRAINS = ("jobs", "doctor", "training", "config", "data")
@@ -35,7 +40,8 @@ BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why", "jobs.in_job")
 BARE += tuple(f"doctor.{name}" for name in ("checkup", "cli", "login_node"))
 # What makes a login node slow.
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
-COMMANDS = {path.stem for folder in ("slurm", "results") for path in (REPOSITORY / folder).glob("*.py")}
+SCRIPTS = [path for folder in ("slurm", "results") for path in sorted((REPOSITORY / folder).glob("*.py"))]
+COMMANDS = {path.stem for path in SCRIPTS}
 
 
 def imports(path: Path, at_the_top: bool = False) -> set[str]:
@@ -51,7 +57,7 @@ def imports(path: Path, at_the_top: bool = False) -> set[str]:
 
 
 PACKAGES = [path for path in lessons.files("trainkit/*.py") if path.parent.name != "trainkit"]
-CORE = [path for path in lessons.files("trainkit/*.py") if path.parent.name not in OPTIONAL]
+CORE = [path for path in lessons.files("trainkit/*.py") if path.parent.name not in (*OPTIONAL, "commands")]
 AT_THE_TOP = {path.stem for path in (REPOSITORY / "trainkit").glob("*.py")}
 
 
@@ -87,7 +93,8 @@ def test_a_package_that_reads_csvs_needs_no_training_and_no_jobs(package: str) -
 def test_the_login_node_stays_light() -> None:
     """Nothing heavy on the way to a submission, down to the modules that those modules import."""
     program = (
-        "import sys; from trainkit.jobs import submission, sweep; print('submitit' in sys.modules)\n"
+        "import sys; from trainkit.commands import compare, monitor, sweep\n"
+        "from trainkit.jobs import submission; print('submitit' in sys.modules)\n"
         "submission.submitter(submission.STAGES['ddp'])\n"
         f"print(sorted({HEAVY!r} & sys.modules.keys()))"
     )
@@ -107,7 +114,27 @@ def test_nothing_imports_from_a_command(path: Path) -> None:
     assert not {name for name in imports(path) if name.split(".")[0] in COMMANDS}
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_a_command_patches_nothing(name: str) -> None:
-    (path,) = (path for folder in ("slurm", "results") for path in (REPOSITORY / folder).glob(f"{name}.py"))
+@pytest.mark.parametrize(
+    "path",
+    [*SCRIPTS, *lessons.files("trainkit/commands/*.py")],
+    ids=lambda path: str(path.relative_to(REPOSITORY)),
+)
+def test_a_command_patches_nothing(path: Path) -> None:
     assert "sys.path" not in path.read_text()
+
+
+def test_every_entry_point_is_there() -> None:
+    entry_points = load_file(REPOSITORY / "pyproject.toml")["project"]["scripts"]
+    functions = [EntryPoint(name, value, "console_scripts").load() for name, value in entry_points.items()]
+    assert functions and all(map(callable, functions))
+
+
+def test_an_entry_point_is_a_command(tmp_path: Path) -> None:
+    """In a script as pip writes it, from another folder."""
+    entry_point = load_file(REPOSITORY / "pyproject.toml")["project"]["scripts"]["trainkit-monitor"]
+    module, function = entry_point.split(":")
+    script = tmp_path / "trainkit-monitor"
+    script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    command = partial(ran, sys.executable, script, cwd=tmp_path, env=ENVIRONMENT)
+    assert "usage: trainkit-monitor " in succeeded(command("--help")).stdout
+    assert "--verdict" in one_error(command())

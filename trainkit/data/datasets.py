@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from trainkit.data import staging, synthetic
-from trainkit.errors import UserError, entrypoint
+from trainkit.errors import UserError
 
 MEAN, STD = 0.1307, 0.3081  # of all pixels of the MNIST training images, scaled to 0..1
 
@@ -98,4 +98,4 @@ def _torchvision_transform() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 if __name__ == "__main__":
-    entrypoint(staging.main)()
+    staging.main()

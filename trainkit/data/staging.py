@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
 from trainkit.config.command_line import Parser, given_path
-from trainkit.errors import REPOSITORY, UserError, print_line
+from trainkit.errors import REPOSITORY, UserError, entrypoint, print_line
 from trainkit.files import explained, holder, lock
 
 DATASETS = ("mnist", "synthetic")
@@ -205,6 +205,7 @@ def _disk_errors(action: str, data_dir: Path) -> AbstractContextManager:
     return explained(f"MNIST cannot be {action} {data_dir}", fix)
 
 
+@entrypoint
 def main() -> int:
     """Stage MNIST, print what was done, and return the exit code."""
     parser = Parser(prog="python -m trainkit.data.datasets", description="Put MNIST on disk, checked.")

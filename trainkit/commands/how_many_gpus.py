@@ -1,0 +1,145 @@
+"""How many GPUs to ask for: time and cost according to your runs, how sure that is, and what would help.
+
+Try: python results/how_many_gpus.py results/runs --target 97 --deadline 00:30:00
+"""
+
+import argparse
+import json
+import math
+
+from trainkit.advice.advice import Constraints, NextRun, Option, interval
+from trainkit.advice.report import AnswerText, answer_for, report
+from trainkit.config.command_line import Parser, above_0, at_least, duration, given_path, list_of
+from trainkit.errors import REPOSITORY, entrypoint
+
+RESULTS = REPOSITORY / "results"
+
+
+@entrypoint
+def main() -> int:
+    arguments = _parse()
+    constraints = Constraints(
+        target=arguments.target,
+        epochs=arguments.epochs,
+        deadline_s=arguments.deadline,
+        budget_hours=arguments.budget,
+        min_efficiency=arguments.min_efficiency / 100,
+        gpus=arguments.gpus,
+        batches=arguments.batch_size,
+        gpus_per_node=arguments.gpus_per_node,
+        price=arguments.price,
+    )
+    answer, skipped = answer_for(arguments.paths, constraints, set_number=arguments.set)
+    if arguments.json:
+        print(json.dumps(_as_json(answer) | {"skipped": skipped}, indent=1), flush=True)
+    else:
+        report(answer, constraints, arguments.out, skipped)
+    return 0 if answer.answer.best else 1
+
+
+def _as_json(text: AnswerText) -> dict[str, object]:
+    """Return the answer for a program; intervals are [low, middle, high], None without a number."""
+    answer = text.answer
+    probes = []
+    for next_run in answer.next_runs:
+        probe = _what_runs(next_run)
+        probe["epochs"] = next_run.epochs
+        probe["gpu_hours"] = float(next_run.hours)
+        probe["tells"] = next_run.shows
+        probe["command"] = text.command(next_run)
+        probes.append(probe)
+    return {
+        "goal": answer.goal,
+        "why": text.why,
+        "sure": answer.sure,
+        "best": _option(answer.best) if answer.best else None,
+        "options": [_option(option) for option in answer.options],
+        "probes": probes,
+        "unknown": answer.unknown,
+        "sentence": text.answered(),
+    }
+
+
+def _option(option: Option) -> dict[str, object]:
+    draws = {
+        "images_per_s": option.images_per_s,
+        "minutes": option.seconds / 60,
+        "gpu_hours": option.hours,
+        "efficiency": option.efficiency,
+        "break_even_images": option.break_even,
+    }
+    fields = _what_runs(option)
+    for name, values in draws.items():
+        fields[name] = [value if math.isfinite(value) else None for value in interval(values)]
+    fields["basis"] = option.basis
+    return fields
+
+
+def _what_runs(run: Option | NextRun) -> dict[str, object]:
+    # Numbers of pandas are none that JSON knows.
+    return {
+        "stage": run.stage,
+        "devices": int(run.shape.devices),
+        "nodes": int(run.shape.nodes),
+        "global_batch": int(run.shape.global_batch),
+    }
+
+
+def _parse() -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    numbers = list_of(at_least(1))
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=given_path,
+        default=[RESULTS / "runs"],
+        help="CSV files of runs, or folders that hold some (default: results/runs)",
+    )
+    goal = parser.add_mutually_exclusive_group()
+    goal.add_argument(
+        "--target",
+        type=above_0(100),
+        metavar="PERCENT",
+        help="the time until this test accuracy counts (default: one that most batches have reached)",
+    )
+    goal.add_argument("--epochs", type=at_least(1), metavar="N", help="the time of so many epochs counts")
+    parser.add_argument(
+        "--deadline", type=duration, metavar="TIME", help="done within so many minutes, or HH:MM:SS"
+    )
+    parser.add_argument("--budget", type=above_0(), metavar="HOURS", help="with so many GPU-hours at most")
+    parser.add_argument(
+        "--min-efficiency",
+        type=above_0(100),
+        default=70,
+        metavar="PERCENT",
+        help="speedup over one GPU, divided by the GPUs, of at least (default: 70)",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=numbers,
+        default=(),
+        metavar="LIST",
+        help="choose among these (default: those measured, and twice the most)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=numbers,
+        default=(),
+        metavar="LIST",
+        help="choose among these global batch sizes (default: those measured)",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=at_least(1),
+        metavar="N",
+        help="that a node of yours has (default: the most that were used in one)",
+    )
+    parser.add_argument("--price", type=above_0(), metavar="X", help="money for a GPU-hour: adds the cost")
+    parser.add_argument("--set", type=at_least(1), metavar="N", help="of runs with several settings, these")
+    parser.add_argument(
+        "--json", action="store_true", help="print the answer for a program, and write nothing"
+    )
+    parser.add_argument(
+        "--out", type=given_path, default=RESULTS, help="folder to write to (default: results)"
+    )
+    return parser.parse_args()

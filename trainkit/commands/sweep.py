@@ -1,0 +1,319 @@
+"""Run every combination of the given lists as a separate job, then compare the results.
+
+Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,1024 --dry-run
+"""
+
+import argparse
+import sys
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from trainkit.config.command_line import (
+    Parser,
+    above_0,
+    at_least,
+    given,
+    given_path,
+    list_of,
+    one_of,
+    time_limit,
+)
+from trainkit.config.options import MOST_IMAGES
+from trainkit.data import staging
+from trainkit.errors import UserError, entrypoint, print_line
+from trainkit.jobs import local, submission, sweep
+from trainkit.jobs.site import read_site
+from trainkit.jobs.stages import STAGES
+
+NOTES = """\
+Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
+`python 03_multigpu_ddp/mnist_ddp.py --help` lists them.
+
+To continue after a break, give the same command with the --out that the sweep has printed. Finished runs
+are kept, jobs still in Slurm are watched again, failed ones are submitted again. Longer lists add runs.
+
+Every GPU comes with the same number of CPU cores (--cpus-per-gpu), and every process of single and
+ddp has as many threads; the one process of dp has those of all its GPUs.
+
+Jobs that share a node can slow each other down. --max-jobs 1, or `export SBATCH_EXCLUSIVE=exclusive` for
+whole nodes, keeps them apart; on the practice cluster, where all nodes are one machine, only --max-jobs 1
+does.
+
+Without Slurm the runs are processes of this machine, one run at a time. Without GPUs, CPU cores stand
+in for them, one thread each.
+
+A sweep ends with how many GPUs to ask for (results/how_many_gpus.py)."""
+
+
+# The options that a sweep of plain scripts has, too.
+OPTIONS_OF_PLAIN_SWEEPS = {
+    "plain",
+    "gpus",
+    "repeats",
+    "max_jobs",
+    "gpus_per_node",
+    "cpus_per_gpu",
+    "partition",
+    "time",
+    "local",
+    "dry_run",
+    "out",
+}
+
+
+@entrypoint
+def main() -> int:
+    own_options, arguments = _parse()
+    site = read_site()
+    loaders = _loaders(own_options)
+    script = own_options.script or own_options.plain
+    is_plain = bool(own_options.plain)
+    if script:
+        stages = (STAGES["ddp"].with_script(script, plain=is_plain),)
+    else:
+        stages = tuple(STAGES[name] for name in own_options.stages)
+    opts = submission.read_options(stages[0], arguments, site)
+    if not script:
+        # Once for all runs, as all of them need it.
+        staging.check(opts.dataset, opts.data_dir)
+    why_here = submission.why_local(own_options.local)
+    folder = own_options.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
+    planned_sweep = sweep.Sweep(
+        folder=folder.absolute(),
+        arguments=tuple(arguments),
+        opts=opts,
+        site=site,
+        minutes=own_options.time or site.minutes or submission.DEFAULT_MINUTES,
+        why_here=why_here,
+        gpus_here=local.gpus_here() if why_here and not opts.no_cuda else 0,
+        cpus_per_gpu=own_options.cpus_per_gpu,
+        partition=own_options.partition,
+        plain=is_plain,
+    )
+    grid = sweep.Grid(
+        stages=stages,
+        gpus=own_options.gpus,
+        batch_sizes=own_options.batch_size,
+        num_workers=loaders,
+        train_sizes=own_options.train_size,
+        repeats=own_options.repeats,
+        scaling=own_options.scaling,
+        gpus_per_node=own_options.gpus_per_node,
+    )
+    runs, left_out = planned_sweep.planned(grid)
+    for reason, count in left_out.items():
+        print_line(f"left out ({count}): {reason}")
+    if own_options.dry_run:
+        _print_runs(planned_sweep, runs)
+        return 0
+    if why_here:
+        print_line(f"{why_here}: one run at a time, as processes of this machine")
+    with planned_sweep.claim(stages[0].script if script else None):
+        return sweep.run(
+            planned_sweep,
+            runs,
+            own_options.max_jobs,
+            report=partial(_report, own_options=own_options),
+        )
+
+
+def _print_runs(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> None:
+    width = max(len(run.name) for run in runs)
+    for run in runs:
+        state = "finished" if planned_sweep.finished(run.name) else "to run"
+        print_line(f"{run.name:{width}}  {state:8}  {run.shape}")
+    sweep.print_plan(planned_sweep, runs)
+
+
+def _report(csvs: list[Path], out: Path, own_options: argparse.Namespace) -> int:
+    """Compare the runs, and say how many GPUs the training that the user plans should ask for."""
+    # They load pandas, which is needed here only: login nodes are slow.
+    from trainkit.advice.advice import Constraints
+    from trainkit.advice.report import compare_and_answer
+
+    if own_options.plain:
+        return compare_and_answer(csvs, out, constraints=None)
+    constraints = Constraints(
+        target=own_options.target,
+        deadline_s=own_options.deadline and 60 * own_options.deadline,
+        budget_hours=own_options.budget,
+        min_efficiency=own_options.min_efficiency / 100,
+        gpus_per_node=own_options.gpus_per_node or max(own_options.gpus),
+    )
+    return compare_and_answer(csvs, out, constraints)
+
+
+def _loaders(own_options: argparse.Namespace) -> tuple[int | None, ...]:
+    """Return the numbers of loader workers, with None for the resident loader.
+
+    Raises:
+        UserError: for numbers of workers without the loader that has some.
+    """
+    loaders = own_options.loader
+    if loaders is None:
+        loaders = ("workers",) if own_options.num_workers else ("resident",)
+    if own_options.num_workers and "workers" not in loaders:
+        raise UserError("--num-workers needs --loader workers: add that, or leave it out.")
+    numbers: list[int | None] = []
+    for loader in loaders:
+        if loader == "resident":
+            numbers.append(None)
+        else:
+            numbers += own_options.num_workers or (0,)
+    return tuple(numbers)
+
+
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    """Return the sweep's own options, and the arguments of every run."""
+    parser = Parser(description=__doc__, epilog=NOTES)
+    _add_lists(parser)
+    _add_constraints(parser)
+    _add_jobs(parser)
+    parser.add_argument(
+        "--epochs",
+        default=str(sweep.EPOCHS),
+        metavar="N",
+        help=f"of every run (default: {sweep.EPOCHS}, the first to warm up)",
+    )
+    own_words, for_training = submission.split(sys.argv[1:])
+    own_options, unknown = parser.parse_known_args(own_words)
+    if own_options.plain:
+        _refuse_for_plain(parser, own_options, unknown)
+        return own_options, for_training
+    return own_options, ["--epochs", own_options.epochs, *unknown, *for_training]
+
+
+def _add_lists(parser: Parser) -> None:
+    """Add the lists of which every combination is run."""
+    numbers = list_of(at_least(1))
+    matrix = parser.add_argument_group("the lists")
+    trainings = matrix.add_mutually_exclusive_group()
+    trainings.add_argument(
+        "--stages",
+        type=list_of(one_of(STAGES)),
+        default=tuple(STAGES),
+        metavar="LIST",
+        help="of single, dp and ddp (default: all)",
+    )
+    trainings.add_argument(
+        "--script",
+        metavar="FILE.py",
+        type=given,
+        help="your own training instead, one process per GPU as in ddp",
+    )
+    trainings.add_argument(
+        "--plain",
+        metavar="FILE.py",
+        type=given,
+        help="a script that does not use the kit, on each of --gpus; after it come its own arguments "
+        "(YOUR_TRAINING.md)",
+    )
+    matrix.add_argument(
+        "--gpus", type=numbers, default=(1, 2), metavar="LIST", help="GPUs of a run (default: 1,2)"
+    )
+    matrix.add_argument(
+        "--batch-size", type=numbers, default=(256,), metavar="LIST", help="batch sizes (default: 256)"
+    )
+    matrix.add_argument(
+        "--scaling",
+        choices=("strong", "weak", "both"),
+        default="strong",
+        help="strong: --batch-size is global, the same on every number of GPUs; weak: it is that of each GPU "
+        "(default: strong)",
+    )
+    matrix.add_argument(
+        "--loader",
+        type=list_of(one_of(("resident", "workers"))),
+        metavar="LIST",
+        help="of resident and workers (default: resident, or workers if --num-workers is given)",
+    )
+    matrix.add_argument(
+        "--num-workers",
+        type=list_of(at_least(0, 256)),
+        metavar="LIST",
+        help="loader processes of each process, for --loader workers (default: 0)",
+    )
+    matrix.add_argument(
+        "--train-size",
+        type=list_of(at_least(1, MOST_IMAGES)),
+        default=(None,),
+        metavar="LIST",
+        help="images per epoch (default: all)",
+    )
+    matrix.add_argument(
+        "--repeats",
+        type=at_least(1, 1000),
+        default=1,
+        metavar="N",
+        help="of each, with another seed (default: 1)",
+    )
+
+
+def _add_constraints(parser: Parser) -> None:
+    """Add what the answer to how many GPUs to ask for is to keep to."""
+    answer = parser.add_argument_group("how many GPUs to ask for")
+    wishes = "of the training that you plan: "
+    answer.add_argument(
+        "--target", type=above_0(100), metavar="PERCENT", help=f"{wishes}the test accuracy it is to reach"
+    )
+    answer.add_argument(
+        "--deadline", type=time_limit, metavar="LIMIT", help=f"{wishes}its time, as HH:MM:SS or in minutes"
+    )
+    answer.add_argument("--budget", type=above_0(), metavar="HOURS", help=f"{wishes}its GPU-hours")
+    answer.add_argument(
+        "--min-efficiency",
+        type=above_0(100),
+        default=70,
+        metavar="PERCENT",
+        help=f"{wishes}its efficiency (default: 70)",
+    )
+
+
+def _add_jobs(parser: Parser) -> None:
+    """Add how the runs are sent as jobs."""
+    jobs = parser.add_argument_group("jobs")
+    jobs.add_argument(
+        "--max-jobs", type=at_least(1), default=4, metavar="N", help="in Slurm at a time (default: 4)"
+    )
+    jobs.add_argument(
+        "--gpus-per-node",
+        type=at_least(1),
+        metavar="N",
+        help="GPUs that a node has: ddp runs with more are spread over several (default: all on one node)",
+    )
+    jobs.add_argument(
+        "--cpus-per-gpu", type=at_least(1), default=2, metavar="N", help="CPU cores (default: 2)"
+    )
+    jobs.add_argument("--partition", metavar="NAME", help="default: the site file's, or the cluster's")
+    jobs.add_argument(
+        "--time",
+        type=time_limit,
+        metavar="LIMIT",
+        help="of a job, as HH:MM:SS or in minutes (default: the site file's, or "
+        f"{submission.DEFAULT_MINUTES})",
+    )
+    jobs.add_argument("--local", action="store_true", help="run here, even if there is a Slurm")
+    jobs.add_argument("--dry-run", action="store_true", help="print the runs, and submit nothing")
+    jobs.add_argument(
+        "--out",
+        type=given_path,
+        metavar="DIR",
+        help="folder of the sweep (default: a new one in results/sweeps/)",
+    )
+
+
+def _refuse_for_plain(parser: Parser, own_options: argparse.Namespace, unknown: list[str]) -> None:
+    """Refuse options that mean nothing to a script that does not use the kit.
+
+    Raises:
+        UserError: for the first of them.
+    """
+    misplaced = [*unknown]
+    for name in sorted(vars(own_options).keys() - OPTIONS_OF_PLAIN_SWEEPS):
+        if getattr(own_options, name) != parser.get_default(name):
+            misplaced.append(name)
+    if misplaced:
+        option = "--" + misplaced[0].removeprefix("--").replace("_", "-")
+        script = own_options.plain
+        parser.error(f"{option} is not for plain scripts: put the arguments of {script} after its name")
