@@ -18,15 +18,26 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import FrameType, ModuleType
 
-HANDED_ON, EXPECTED = signal.SIGUSR2, signal.SIGUSR1  # what Slurm sends, and what many scripts wait for
-_set, _get = signal.signal, signal.getsignal
+# What Slurm sends.
+HANDED_ON = signal.SIGUSR2
+# What many scripts wait for.
+EXPECTED = signal.SIGUSR1
+
+# Python's own, as `HandedOn` puts others in their place.
+set_handler = signal.signal
+get_handler = signal.getsignal
 
 
 class HandedOn:
-    """USR2 as the script sees it: its own handler, or the default."""
+    """USR2 as the script sees it: its own handler, or the default.
+
+    Attributes:
+        at_default: whether the script has no handler of its own for USR2.
+        process: the number of the process that runs the script.
+    """
 
     def __init__(self) -> None:
-        self.default = True
+        self.at_default = True
         self.process = os.getpid()
         self._settle()
         signal.signal = self.set
@@ -34,26 +45,35 @@ class HandedOn:
 
     def get(self, number: int) -> object:
         """Do what `signal.getsignal` does."""
-        return signal.SIG_DFL if number == HANDED_ON and self.default else _get(number)
+        if number == HANDED_ON and self.at_default:
+            return signal.SIG_DFL
+        return get_handler(number)
 
     def set(self, number: int, handler: object) -> object:
         """Do what `signal.signal` does."""
-        before = self.get(number)
-        at_default = number == HANDED_ON and handler == signal.SIG_DFL
-        _set(number, signal.SIG_IGN if at_default else handler)
+        handler_before = self.get(number)
+        asks_for_default = number == HANDED_ON and handler == signal.SIG_DFL
+        if not asks_for_default:
+            set_handler(number, handler)
         if number == HANDED_ON:
-            self.default = at_default
-        if self.default:
+            self.at_default = asks_for_default
+        # Whether there is a handler for USR1 may have changed.
+        if self.at_default:
             self._settle()
-        return before
+        return handler_before
 
     def _settle(self) -> None:
         """Ignore USR2, which programs that the script starts then do as well, or hand it on."""
-        _set(HANDED_ON, self._hand_on if callable(_get(EXPECTED)) else signal.SIG_IGN)
+        if callable(get_handler(EXPECTED)):
+            set_handler(HANDED_ON, self._hand_on)
+        else:
+            set_handler(HANDED_ON, signal.SIG_IGN)
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self.process:  # a forked process, such as a loader's worker, has the handlers, too
-            _get(EXPECTED)(EXPECTED, frame)
+        # A forked process, such as a worker of a loader, has the handlers, too.
+        if os.getpid() == self.process:
+            handler = get_handler(EXPECTED)
+            handler(EXPECTED, frame)
 
 
 def write_whole_lines() -> None:
@@ -73,8 +93,10 @@ def run(script: str) -> None:
     main.__file__ = script
     main.__loader__ = SourceFileLoader("__main__", script)
     sys.modules["__main__"] = main
-    sys.path[0] = str(Path(script).resolve().parent)  # as Python does
-    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+    # As Python does.
+    sys.path[0] = str(Path(script).resolve().parent)
+    code = compile(Path(script).read_bytes(), script, "exec")
+    exec(code, main.__dict__)
 
 
 if __name__ == "__main__":
