@@ -93,6 +93,8 @@ def test_another_optimizer_schedule_or_network_is_another_row_that_says_so(
     """Unasked, and whether the schedule is told or not; only what is equal is a repeat."""
     ways = ("SGD", "SGD", "momentum", "AdamW", "decay", "groups", "tanh", "slope", "other slope")
     toy("--how", *ways, "schedule", "schedule", "told")
+    # Its folder is in no repository, and the kit's commit is not the script's.
+    assert not any(comparison.load_some([tmp_path / "runs"])[0]["git_commit"])
     table = table_of(tmp_path).set_index("variant")
     repeats = {variant: runs for variant, runs in table.runs.items() if runs > 1}
     assert repeats == {

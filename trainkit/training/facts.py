@@ -39,12 +39,21 @@ def of_start(dist_env: DistEnv, model: nn.Module, dataset: str, precision: str) 
 
 
 def git_commit() -> str:
-    """Return the commit of the script's checkout, or else of this one, with "-dirty" if it was changed."""
+    """Return the commit of the running script's repository, with "-dirty" if that has changes.
+
+    It is "" for a script that is in no repository. A notebook has no script; it gets the commit of this one.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
     command = ["git", "describe", "--always", "--dirty"]
-    for folder in (Path(sys.argv[0]).resolve().parent, Path(__file__).parent):
-        with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or a disk that hangs
-            done = subprocess.run(command, cwd=folder, capture_output=True, errors="replace", timeout=30)
-            commit = done.stdout.strip().rpartition("\n")[2]  # of a git that also says other things
-            if re.fullmatch(r"[\w.+-]{1,100}", commit):
-                return commit
+    with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or a disk that hangs
+        done = subprocess.run(
+            command,
+            cwd=Path(script or __file__).resolve().parent,
+            capture_output=True,
+            errors="replace",
+            timeout=30,
+        )
+        commit = done.stdout.strip().rpartition("\n")[2]  # of a git that also says other things
+        if re.fullmatch(r"[\w.+-]{1,100}", commit):
+            return commit
     return ""
