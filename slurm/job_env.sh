@@ -7,6 +7,8 @@
 # What there is to decide is decided by trainkit/jobs/in_job.py, in Python: how the job begins
 # (trainkit/jobs/beginning.py), why it failed, and its exit code (trainkit/jobs/ending.py).
 #
+# `choose_training` prints what it trains; in a job of submit.py, which does not call it, `tell_script` does.
+#
 # For the launch line it sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and SITE_CONTAINER, and
 # `choose_training` sets TRAINING. For the ranks it exports MASTER_ADDR and MASTER_PORT.
 #
@@ -95,8 +97,8 @@ printed() {
 # asked there, in a step, and has so many more. Slurm starts no step in a job on its way back to the queue.
 in_job() {
     local seconds=$1 seconds_in_container=$2
-    local ask=(env PYTHONSAFEPATH=1 python -m trainkit.jobs.in_job "${@:3}" "--folder=$TRAINKIT_JOB_DIR"
-        "--facts=$facts")
+    local ask=(env PYTHONSAFEPATH=1 python -m trainkit.jobs.in_job "$3" "--folder=$TRAINKIT_JOB_DIR"
+        "--facts=$facts" "${@:4}")
     timeout --signal=KILL "$seconds" "${ask[@]}" 2>/dev/null < <(printed) && return
     [[ -z $requeued ]] || return 1
     (
@@ -202,6 +204,20 @@ choose_training() {
     if [[ $plain ]]; then
         TRAINING=(-m trainkit.jobs.plain "$script" "$@")
     fi
+    tell_script "$(realpath --no-symlinks -- "$script")" "$@"
+}
+
+# Print the script that the job runs, its arguments and the commit of its code, and keep them in the job's folder.
+tell_script() {
+    local folder top_folder version answer
+    folder=$(dirname "$(readlink -f -- "$1")")
+    top_folder=$(timeout 20 git -C "$folder" rev-parse --show-toplevel 2>/dev/null) || top_folder=""
+    version=$(timeout 20 git -C "$folder" describe --always --dirty 2>/dev/null) || version=""
+    answer=$(in_job 20 60 script "--version=$version" "--top-folder=$top_folder" \
+        "--repository=$REPOSITORY" -- "$@") || answer=""
+    [[ $answer != *"# in_job script"* ]] || # container programs have their words before it
+        echo "${answer#*"# in_job script"$'\n'}"
+    echo
 }
 
 # --- how it ends ------------------------------------------------------------------------------------

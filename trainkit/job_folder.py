@@ -6,6 +6,7 @@
 | `rank-N.finished`, `.failed`, `.lost` | replaces it: how it ended, and the error (lost: its peers left) |
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
+| `script.json` | the script that the job runs, its arguments, and the commit of its code (`Script`) |
 | `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/ending.py |
 | `ended-for-good` | the job has ended well, and does nothing more if Slurm starts it again |
 | `checkpoints`, `monitor` | the files of training/checkpoint.py; the samples (record/samples.py) |
@@ -31,6 +32,7 @@ VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this 
 PLAIN = "plain"
 CHECKPOINTS = "checkpoints"
 OUTCOME = "outcome.json"
+SCRIPT = "script.json"
 ENDED_FOR_GOOD = "ended-for-good"
 FIRST_FAILED = "first-failed"
 STOPPED = "stopped"
@@ -161,6 +163,41 @@ def has_ended_for_good(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
+class Script:
+    """What a job runs.
+
+    Attributes:
+        path: of the script, absolute.
+        arguments: those that its user has given.
+        commit: of the git repository that the script is in, with "-dirty" if that has changes; "" if it is
+            in none.
+        repository: the top folder of that repository; "" if it is in none.
+    """
+
+    path: str
+    arguments: list[str]
+    commit: str = ""
+    repository: str = ""
+
+
+def keep_script(folder: Path, script: Script) -> None:
+    """Write `script.json`.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    _write_json(folder / SCRIPT, asdict(script))
+
+
+def read_script(folder: Path) -> Script | None:
+    """Return what the job runs; None if it is not known."""
+    try:
+        return Script(**json.loads((folder / SCRIPT).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a start of a job has ended.
 
@@ -199,9 +236,7 @@ def keep_outcome(folder: Path, outcome: Outcome) -> None:
         OSError: if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    new = folder / f"{OUTCOME}.new"
-    new.write_text(json.dumps(asdict(outcome), indent=1), encoding="utf-8")
-    new.replace(folder / OUTCOME)
+    _write_json(folder / OUTCOME, asdict(outcome))
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -210,3 +245,10 @@ def read_outcome(folder: Path) -> Outcome | None:
         return Outcome(**json.loads((folder / OUTCOME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def _write_json(path: Path, document: dict[str, object]) -> None:
+    """Write a file that is never read half written."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    new.replace(path)

@@ -14,6 +14,7 @@ from conftest import ENVIRONMENT, REPOSITORY, ran
 
 from trainkit import job_folder
 from trainkit.errors import UserError
+from trainkit.job_folder import Script
 from trainkit.jobs import beginning, slurm
 from trainkit.jobs.beginning import Beginning, Plan
 from trainkit.record import samples
@@ -95,10 +96,28 @@ def test_a_job_of_one_node(release: str) -> None:
         "GPUs    2 per node: 2 NVIDIA A100",
         "code    1a2b3c in /home/me/kit",
         "meet at n1:10007; checkpoints and notes in /jobs/7",
-        "",
     ]
     assert plan.asked == (2, 2, 0)
     assert "no nvidia-smi" in decide().header[2] and "not a git checkout" in decide().header[3]
+
+
+def test_what_the_job_runs_and_the_code_of_it() -> None:
+    """The commit of the kit is in the log already; a script elsewhere has its own, or is in no repository."""
+    kit = "/home/me/kit"
+    own = Script("/home/me/work/train.py", ["--name", "a b", "x\ny"], "1a2b3c-dirty", "/home/me/work")
+    assert beginning.script_lines(own, kit) == [
+        "script  /home/me/work/train.py --name 'a b' 'x\\ny'",
+        "code    1a2b3c with changes in /home/me/work",
+    ]
+    assert beginning.script_lines(Script("/home/me/train.py", []), kit) == [
+        "script  /home/me/train.py",
+        "code    not a git checkout in /home/me",
+    ]
+    for repository in ("", kit):
+        of_the_kit = Script(f"{kit}/03_multigpu_ddp/mnist_ddp.py", [], "c93d982", repository)
+        assert len(beginning.script_lines(of_the_kit, kit)) == 1
+    nested = Script(f"{kit}/mine/train.py", [], "1a2b3c", f"{kit}/mine")
+    assert beginning.script_lines(nested, kit)[1:] == [f"code    1a2b3c in {kit}/mine"]
 
 
 def test_slurm_still_names_its_fields_so(release: str) -> None:

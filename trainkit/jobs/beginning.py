@@ -15,6 +15,7 @@ from pathlib import Path
 from trainkit import job_folder
 from trainkit.distributed import launchers
 from trainkit.errors import UserError
+from trainkit.job_folder import Script
 from trainkit.jobs import slurm
 from trainkit.record import samples
 
@@ -180,9 +181,8 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
             f"nodes   {variables['SLURM_JOB_NODELIST']}, tasks per node {tasks_per_node}, "
             f"CPUs per task {cpus_per_task}",
             f"GPUs    {gpus_on_node} per node: {_count_by_name(job.gpu_names)}",
-            f"code    {job.version or 'not a git checkout'} in {job.repository}",
+            code_line(job.version, job.repository),
             f"meet at {address}:{port}; checkpoints and notes in {job.folder}",
-            "",
         ],
         asked=samples.Asked(
             cpus_per_task=cpus_per_task,
@@ -361,6 +361,35 @@ def begin(job: Beginning, resolve: Callable[[str], str | None], monitored: bool)
             "slurm/site.sh to a shared folder of yours."
         ) from None
     return as_shell(plan)
+
+
+def script_lines(script: Script, kit: str) -> list[str]:
+    """Return the lines of the log's head on what the job runs.
+
+    Args:
+        script: what it runs.
+        kit: the folder of this checkout, whose commit the log has already.
+    """
+    words = [printable(word) for word in (script.path, *script.arguments)]
+    lines = [f"script  {' '.join(words)}"]
+    path, kit_folder = Path(script.path).resolve(), Path(kit).resolve()
+    is_of_the_kit = path.is_relative_to(kit_folder) and Path(script.repository or kit).resolve() == kit_folder
+    if not is_of_the_kit:
+        lines.append(code_line(script.commit, script.repository or str(path.parent)))
+    return lines
+
+
+def code_line(commit: str, folder: str) -> str:
+    """Return the line of the log's head on the code in a folder, which is at this commit, if git knows it."""
+    described = commit or "not a git checkout"
+    if commit.endswith("-dirty"):
+        described = f"{commit.removesuffix('-dirty')} with changes"
+    return f"code    {described} in {folder}"
+
+
+def printable(word: str) -> str:
+    """Quote a word for the shell; one that would break a line of the log, for Python."""
+    return shlex.quote(word) if word.isprintable() else repr(word)
 
 
 def as_shell(plan: Plan) -> str:

@@ -1,6 +1,7 @@
 """What a job script asks (slurm/job_env.sh), which itself decides nothing: at its beginning, and at its end.
 
     python -m trainkit.jobs.in_job begin ...   prints shell code for its shell (beginning.py)
+    python -m trainkit.jobs.in_job script ...  prints what it runs, and keeps it in the job's folder
     python -m trainkit.jobs.in_job back ...    prints yes or no: may it go back to the queue? (ending.py)
     python -m trainkit.jobs.in_job end ...     prints its exit code, then its last lines (ending.py)
 
@@ -17,16 +18,24 @@ from pathlib import Path
 
 from trainkit import job_folder
 from trainkit.errors import UserError, print_line
+from trainkit.job_folder import Script
 from trainkit.jobs import beginning, ending, why
 from trainkit.jobs.beginning import Beginning
 from trainkit.jobs.ending import Ending, SlurmFacts
 
+SCRIPT_FOLLOWS = "# in_job script"
+
 
 def main() -> None:
     """Answer what slurm/job_env.sh asks."""
-    options = _parse()
+    # What follows -- is of the user, and none of these options.
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options = _parse(sys.argv[1:end])
+    words = sys.argv[end + 1 :]
     if options.question == "begin":
         answer = _begin(options)
+    elif options.question == "script":
+        answer = _script(options, words)
     elif options.question == "back":
         facts = SlurmFacts.parse(options.facts)
         may = ending.may_go_back(facts, _ending(options, facts))
@@ -61,6 +70,16 @@ def _begin(options: argparse.Namespace) -> str:
     except UserError as error:
         code = f"fail {shlex.quote(str(error))}"
     return f"# in_job begins\n{code}\n# in_job ends"
+
+
+def _script(options: argparse.Namespace, words: list[str]) -> str:
+    """Return the lines of the log on what the job runs, after a line that is found among other words."""
+    path, *arguments = words
+    script = Script(path, arguments, commit=options.version, repository=options.top_folder)
+    with suppress(OSError):  # a full disk
+        job_folder.keep_script(options.folder, script)
+    lines = beginning.script_lines(script, kit=options.repository)
+    return "\n".join([SCRIPT_FOLLOWS, *lines])
 
 
 def _resolve(name: str) -> str | None:
@@ -105,7 +124,7 @@ def _end(options: argparse.Namespace) -> str:
     return "\n".join([f"code    {outcome.exit_code}", *outcome.said])
 
 
-def _parse() -> argparse.Namespace:
+def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     questions = parser.add_subparsers(dest="question", required=True)
     begin = questions.add_parser("begin")
@@ -121,6 +140,11 @@ def _parse() -> argparse.Namespace:
     add("--repository", required=True, help="this checkout")
     add("--monitor", choices=("on", "off"), required=True, help="SITE_MONITOR")
     add("--plain", action="store_true", help="its script does not use the kit")
+    script = questions.add_parser("script")
+    add = script.add_argument
+    add("--version", required=True, help="of the code of the script, by git")
+    add("--top-folder", required=True, help="of the git repository that it is in")
+    add("--repository", required=True, help="this checkout")
     back = questions.add_parser("back")
     end = questions.add_parser("end")
     end.add_argument(
@@ -138,11 +162,11 @@ def _parse() -> argparse.Namespace:
         add("--begun", action="store_true", help="`begin` has answered")
         add("--from-outside", action="store_true", help="it was sent SIGTERM or SIGHUP")
         add("--failure", required=True, help="the error by which the job script has ended; empty if by none")
-    for question in (begin, back, end):
+    for question in (begin, script, back, end):
         add = question.add_argument
         add("--facts", required=True, help="what Slurm says of the job, or nothing")
         add("--folder", type=Path, required=True, help="the job's own")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

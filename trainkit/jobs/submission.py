@@ -108,6 +108,12 @@ class Request:
     @property
     def setup(self) -> list[str]:
         """Return what the job's shell does first: all that is the same in every job (slurm/job_env.sh)."""
+        script = [str(self.stage.script), *self.arguments]
+        return [*self.environment, f"tell_script {shlex.join(script)}"]
+
+    @property
+    def environment(self) -> list[str]:
+        """Return the part of `setup` that a job script with a line `choose_training` has, too."""
         source = f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}"
         if self.stage.plain:
             source += " --plain"
@@ -159,6 +165,7 @@ def _starting_here(request: Request) -> Iterator[Sent]:
         threads=request.threads,
     )
     job_folder.prepare(request.folder, plain=request.stage.plain)
+    job_folder.keep_script(request.folder, _script_here(request))
     if request.site.monitor:
         # The ranks note there where their records are.
         (request.folder / samples.FOLDER).mkdir()
@@ -177,6 +184,18 @@ def _starting_here(request: Request) -> Iterator[Sent]:
         results=request.records_dir,
         has_ended=job.done,
         sampler=sampler,
+    )
+
+
+def _script_here(request: Request) -> job_folder.Script:
+    """Return what a job on this machine runs; for a job of Slurm its node asks git."""
+    script = request.stage.script
+    git = ("git", "-C", str(script.resolve().parent))
+    return job_folder.Script(
+        path=str(script),
+        arguments=[*request.arguments],
+        commit=slurm.ask(*git, "describe", "--always", "--dirty").stdout.strip(),
+        repository=slurm.ask(*git, "rev-parse", "--show-toplevel").stdout.strip(),
     )
 
 
@@ -306,7 +325,7 @@ def job_script(request: Request) -> str:
         "# A job of this site, by submit.py --dry-run. Save it, and send it: sbatch job.sh",
         *directives,
         "",
-        *request.setup,
+        *request.environment,
         f'choose_training {shlex.join(training)} "$@"',
         "",
         'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 \\',
