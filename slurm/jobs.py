@@ -1,4 +1,4 @@
-"""Show what each job asked Slurm for, what it used, and what would have been enough.
+"""Show the jobs of this checkout: what each one runs, its state, how long, and the verdict or why it failed.
 
 Try: python slurm/jobs.py --help
 """

@@ -67,7 +67,7 @@ OTHERS = {
     "results/plot_results.py": "--each --out --target",
     "results/to_tensorboard.py": "--out",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
-    "slurm/jobs.py": "",
+    "slurm/jobs.py": "--asked",
     "slurm/monitor.py": "--sample --verdict",
     "slurm/practice_cluster/cluster.py": """
         --bandwidth --conf --cpus --gpu-kind --gpus --mode --name --no-accounting --nodes --slurm""",

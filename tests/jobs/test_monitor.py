@@ -220,7 +220,7 @@ def test_a_job_on_two_nodes_is_sampled(on_cluster: Checkout) -> None:
     facts = json.loads((folder / "verdict.json").read_text())
     assert json.loads(csv.with_suffix(".monitor.json").read_text()) == facts
     assert f"meet at n1:{10_000 + job}" in log
-    used = on_cluster.python("slurm/jobs.py").stdout
+    used = on_cluster.python("slurm/jobs.py", "--asked").stdout
     assert re.search(rf"\n{job} +16G +[01]\.\dG +[12]G +2 +\d\.\d +[12]\n", used), used
 
 

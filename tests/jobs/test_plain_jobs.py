@@ -12,6 +12,7 @@ from checkout import SCRIPTS, Checkout, wait_until
 from conftest import ENVIRONMENT, REPOSITORY, ran, rows_of, succeeded
 from traces import FROM_LOADERS, STARVED, SyntheticJob
 
+from trainkit import job_folder
 from trainkit.jobs import sweep
 from trainkit.monitor import wording
 from trainkit.monitor.verdict import judge
@@ -59,6 +60,14 @@ def write(checkout: Checkout, text: str) -> Path:
     (script.parent / "results").mkdir(parents=True, exist_ok=True)
     script.write_text(text)
     return script
+
+
+def commit_of(folder: Path) -> str:
+    """Make the folder a repository of git, and return the commit of all that is in it."""
+    git = ["git", "-C", folder, "-c", "user.name=me", "-c", "user.email=me@localhost"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=mine"]):
+        succeeded(ran(*git, *command))
+    return succeeded(ran(*git, "describe", "--always")).stdout.strip()
 
 
 def test_its_own_handler_hears_usr2_of_torchrun_and_it_comes_back(on_cluster: Checkout) -> None:
@@ -273,8 +282,13 @@ if rank == 0:
 def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
     launcher: str, fate: str, code: int, told: str, on_cluster: Checkout
 ) -> None:
-    """The code is that of the rank that failed first, not of the one that srun had to end."""
+    """The code is that of the rank that failed first, not of the one that srun had to end.
+
+    The log begins with what was run, and the script's own commit; a job of submit.py has its name.
+    """
     script, both = write(on_cluster, FATES), BOTH_PRINTED + fate
+    commit = commit_of(script.parent)
+    script.write_text(f"{FATES}\n")
     if launcher == "submitit":
         done = on_cluster.submit_py("ddp", "--wait", "--plain", script, both)
         assert done.returncode == 1
@@ -289,6 +303,14 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
         log = on_cluster.log(job)
     assert on_cluster.cluster.job(job)["ExitCode"] == f"{code}:0", log
     assert re.search(f"^why     {told}$", log, re.MULTILINE) and "so far 0\n" in log, log
+    head = log[: log.index("\n\n")]
+    assert f"\nscript  '{script}' {both!r}\ncode    {commit} with changes in {script.parent}" in head, log
+    kept = job_folder.Script(str(script), [both], f"{commit}-dirty", str(script.parent))
+    assert job_folder.read_script(on_cluster.folder / "results" / "jobs" / str(job)) == kept
+    if launcher == "submitit":
+        assert on_cluster.cluster.job(job)["JobName"] == "train" and path.parent.name.startswith("train-")
+    listed = on_cluster.python("slurm/jobs.py").stdout
+    assert re.search(rf"^{job} +train\.py .+\.\.\. +failed +\d+ s +0 +.*rank 1", listed, re.MULTILINE), listed
 
 
 WHERE = """

@@ -1,13 +1,15 @@
-"""Show what each job asked Slurm for, what it used, and what would have been enough.
+"""Show the jobs of this checkout: what each one runs, its state, how long, and the verdict or why it failed.
 
 Try: python slurm/jobs.py
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from trainkit.config.command_line import Parser
 from trainkit.errors import UserError, entrypoint, print_line
+from trainkit.jobs import listing
 from trainkit.jobs.site import read_site
 from trainkit.monitor.requests import CORES, MEMORY, requests_of
 from trainkit.monitor.sampled_job import SampledJob
@@ -21,8 +23,20 @@ UNKNOWN = ("-", "-", "-")
 
 @entrypoint
 def main() -> None:
-    Parser(description=__doc__).parse_args()
-    jobs_dir = read_site().jobs_dir
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--asked",
+        action="store_true",
+        help="show instead what each job asked Slurm for, what it used, and what would have been enough",
+    )
+    site = read_site()
+    if parser.parse_args().asked:
+        _show_what_was_asked(site.jobs_dir)
+    else:
+        _show(listing.table(site))
+
+
+def _show_what_was_asked(jobs_dir: Path) -> None:
     sampled = {path.parent for path in jobs_dir.glob(f"*/{samples.FOLDER}")}
     rows = [TITLES]
     # By its length first, so that job 9 comes before job 10.
@@ -30,13 +44,17 @@ def main() -> None:
         row = _row(job)
         if row:
             rows.append(row)
+    _show(rows)
+    print_line(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume may take.")
+    print_line("It is unknown (-) of jobs that run, and of those that did not end well.")
+    print_line("Jobs without samples, or without Slurm, are left out.")
+
+
+def _show(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)]
         print_line("  ".join(cells).rstrip())
-    print_line(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume may take.")
-    print_line("It is unknown (-) of jobs that run, and of those that did not end well.")
-    print_line("Jobs without samples, or without Slurm, are left out.")
 
 
 def _row(job: Path) -> tuple[str, ...]:

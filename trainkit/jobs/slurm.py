@@ -185,6 +185,11 @@ def sent_from(folder: Path, seconds: float = 0) -> str:
         time.sleep(1)
 
 
+def queue(form: str) -> list[str]:
+    """Return a line in squeue's `form` for each job of this user that waits or runs; none without Slurm."""
+    return _squeue(f"--format={form}").stdout.splitlines()
+
+
 def job_status(job_ids: Sequence[str]) -> dict[str, JobStatus]:
     """Ask Slurm for the status of jobs of this user: its controller once for all of them.
 

@@ -1,0 +1,80 @@
+"""The list of the jobs, from what is in their folders and what Slurm says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainkit import job_folder
+from trainkit.job_folder import Outcome, Script
+from trainkit.jobs import listing
+from trainkit.jobs.slurm import JobStatus
+from trainkit.record import samples
+
+WELL = Outcome(
+    restart=1,
+    exit_code=0,
+    why=[],
+    failed_rank=None,
+    saved=None,
+    requeued=False,
+    seconds=125,
+    ended_at="2026-11-26T18:00:00+00:00",
+    said=[],
+)
+FAILED = replace(WELL, exit_code=1, why=["rank 1 on n1 was killed", "another"])
+SAVED = replace(WELL, saved="/jobs/7/checkpoints")
+SENTENCE = "ranks 0-1 wait for their batches"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a job with a verdict that has two findings."""
+    job_folder.keep_script(tmp_path, Script("/home/me/train.py", ["--lr", "0.1"]))
+    sampled = tmp_path / samples.FOLDER
+    sampled.mkdir()
+    findings = {"findings": [{"sentence": SENTENCE}, {"sentence": "another"}]}
+    (sampled / samples.VERDICT).write_text(json.dumps(findings))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "state", "note"),
+    [
+        (WELL, None, "done", SENTENCE),
+        (FAILED, JobStatus("FAILED"), "failed", "rank 1 on n1 was killed"),
+        (FAILED, JobStatus("GONE"), "failed", "rank 1 on n1 was killed"),
+        (replace(FAILED, why=[], exit_code=143), JobStatus("CANCELLED"), "failed", "cancelled"),
+        (replace(FAILED, why=[], exit_code=143), None, "failed", "exit code 143"),
+        (SAVED, JobStatus("COMPLETED"), "stopped", "/jobs/7/checkpoints"),
+        (replace(SAVED, requeued=True), JobStatus("PENDING", "BeginTime", 1), "queued", "BeginTime"),
+        (None, JobStatus("RUNNING", "None", 1), "running", ""),
+        (None, JobStatus("TIMEOUT", "TimeLimit", 1), "failed", "time limit"),
+        (None, JobStatus("UNKNOWN", "no answer", 1), "unknown", "no answer"),
+        (None, JobStatus("GONE"), "failed", "ended"),
+    ],
+)
+def test_a_job_of_slurm(
+    outcome: Outcome | None, status: JobStatus | None, state: str, note: str, folder: Path
+) -> None:
+    row = listing.of_folder("7", folder, outcome, status)
+    assert (row.number, row.script, row.state) == ("7", "train.py --lr 0.1", state)
+    assert note in row.note and bool(note) == bool(row.note)
+    if outcome:
+        assert row.cells()[3:5] == ("2 min", "1")
+
+
+def test_without_findings_it_is_the_first_line_of_the_verdict(folder: Path) -> None:
+    sampled = folder / samples.FOLDER
+    (sampled / samples.VERDICT).write_text('{"findings": []}')
+    (sampled / samples.TOLD).write_text("watch   no waste found\nwatch   job 7 was watched for 20 s\n")
+    assert listing.of_folder("7", folder, WELL, None).note == "no waste found"
+
+
+def test_a_job_of_an_earlier_kit_or_with_many_arguments_has_a_row(folder: Path) -> None:
+    job_folder.keep_script(folder, Script("/home/me/train.py", ["--words", "a\nb", *["more"] * 20]))
+    row = listing.of_folder("7", folder, WELL, None)
+    assert row.script.startswith("train.py --words 'a\\nb' more") and row.script.endswith("...")
+    (folder / job_folder.SCRIPT).unlink()
+    assert listing.of_folder("7", folder, WELL, None).script == "-"

@@ -1,0 +1,182 @@
+"""The jobs of this checkout: what each one runs, its state, how long it ran, and what is to be said of it.
+
+It reads the jobs' folders, and asks Slurm once for the user's queue, and once for the jobs that have not
+ended well by their folders.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit import job_folder
+from trainkit.job_folder import Outcome, Script
+from trainkit.jobs import beginning, local, slurm
+from trainkit.jobs.site import Site
+from trainkit.jobs.slurm import JobStatus
+from trainkit.jobs.stages import REPOSITORY
+from trainkit.record import samples
+
+# The longest script with its arguments that a row shows, in characters.
+MOST_OF_A_SCRIPT = 40
+TITLES = ("job", "script", "state", "time", "restarts", "verdict, or why")
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A row of the list.
+
+    Attributes:
+        number: of the job; on this machine without Slurm, of the process that controls its ranks.
+        script: what it runs; of a job that has not begun, its name in Slurm.
+        state: queued, running, done, stopped (it has saved, and does not come back by itself), failed, or
+            unknown, while Slurm does not answer.
+        seconds: how long its last start ran; None if that is not known.
+        restarts: how often it has come back from the queue.
+        note: why it waits or has failed, else the first finding of the verdict.
+    """
+
+    number: str
+    script: str
+    state: str
+    seconds: float | None = None
+    restarts: int = 0
+    note: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text, in the order of `TITLES`."""
+        duration = UNKNOWN if self.seconds is None else _duration(self.seconds)
+        return (self.number, self.script, self.state, duration, str(self.restarts), self.note)
+
+
+def table(site: Site) -> list[tuple[str, ...]]:
+    """Return the jobs of this checkout as rows of text, the titles first, the latest job last."""
+    return [TITLES, *(job.cells() for job in jobs(site))]
+
+
+def jobs(site: Site) -> list[Listed]:
+    """Return the jobs of this checkout: those with a folder by the time they began, then those that wait."""
+    by_slurm = {path.name: path for path in site.jobs_dir.glob("[0-9]*") if path.name.isdecimal()}
+    outcomes = {number: job_folder.read_outcome(folder) for number, folder in by_slurm.items()}
+    to_ask = [number for number, outcome in outcomes.items() if not (outcome and outcome.well)]
+    status: dict[str, JobStatus] = {}
+    if to_ask and not slurm.why_not_here():
+        status = slurm.job_status(to_ask)
+    rows = {
+        folder: of_folder(number, folder, outcomes[number], status.get(number))
+        for number, folder in by_slurm.items()
+    }
+    for folder in (site.jobs_dir / "submitit").glob("*"):
+        submitted = local.submitted(folder)
+        if submitted.job_id and not submitted.by_slurm:
+            rows[folder] = _of_this_machine(submitted.job_id, folder)
+    begun = [rows[folder] for folder in sorted(rows, key=_began_at)]
+    waiting = [job for job in _queue(site.jobs_dir) if job.number not in by_slurm]
+    return begun + waiting
+
+
+def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobStatus | None) -> Listed:
+    """Return the row of a job of Slurm that has begun.
+
+    Args:
+        number: of the job.
+        folder: its own.
+        outcome: of its last start; None if it has left none.
+        status: what Slurm says of it; None if it was not asked.
+    """
+    state_in_slurm = status.state if status else slurm.GONE
+    is_over = state_in_slurm in (slurm.COMPLETED, slurm.UNKNOWN, *slurm.FAILED)
+    restarts = max(status.restarts if status else 0, outcome.restart if outcome else 0)
+    seconds = outcome.seconds if outcome else None
+    if not is_over and state_in_slurm in slurm.QUEUED:
+        state, note = "queued", status.reason
+    elif not is_over:
+        state, note = "running", ""
+        seconds = time.time() - _began_at(folder)
+    elif outcome and outcome.well:
+        state, note = "done", _verdict(folder)
+    elif outcome is None and state_in_slurm == slurm.UNKNOWN:
+        state, note = "unknown", status.reason
+    elif outcome and outcome.saved is not None and not outcome.why:
+        state, note = "stopped", f"its checkpoints are in {outcome.saved}"
+    else:
+        state, note = "failed", _why(outcome, state_in_slurm)
+    return Listed(number, _script_words(job_folder.read_script(folder)), state, seconds, restarts, note)
+
+
+def _of_this_machine(number: str, folder: Path) -> Listed:
+    """Return the row of a job that runs, or ran, on this machine without Slurm."""
+    began = _began_at(folder)
+    failed = job_folder.notes(folder, "failed")
+    ended = job_folder.notes(folder, "failed", "finished", "lost")
+    if not local.has_ended(number, folder):
+        state, note, until = "running", "", time.time()
+    else:
+        times = [note.stat().st_mtime for note in ended.values()]
+        until = max(times, default=None)
+        state, note = "done", _verdict(folder)
+        if (folder / job_folder.STOPPED).exists():
+            state, note = "stopped", f"its checkpoints are in {job_folder.stopped(folder)}"
+        elif failed or not ended:
+            state = "failed"
+            first = folder / (job_folder.first_failed(folder) or "none")
+            note = job_folder.read(first).partition("\n")[0]
+    seconds = None if until is None else until - began
+    return Listed(number, _script_words(job_folder.read_script(folder)), state, seconds, note=note)
+
+
+def _why(outcome: Outcome | None, state_in_slurm: str) -> str:
+    """Return why a job has failed: by its outcome, else by Slurm, else its exit code."""
+    if outcome and outcome.why:
+        return outcome.why[0]
+    if state_in_slurm != slurm.GONE and slurm.FAILED.get(state_in_slurm):
+        return slurm.FAILED[state_in_slurm]
+    return f"exit code {outcome.exit_code}" if outcome else "it was ended before it could say why"
+
+
+def _verdict(folder: Path) -> str:
+    """Return the first sentence of the verdict on a job; "" if it has none."""
+    findings = samples.read_findings(folder / samples.FOLDER)
+    if findings:
+        return str(findings[0]["sentence"])
+    told = job_folder.read(folder / samples.FOLDER / samples.TOLD)
+    return told.partition("\n")[0].removeprefix("watch").strip()
+
+
+def _script_words(script: Script | None) -> str:
+    """Return the name of a script and its arguments, as far as they fit into a row."""
+    if script is None:
+        return UNKNOWN
+    words = " ".join(map(beginning.printable, (Path(script.path).name, *script.arguments)))
+    return words if len(words) <= MOST_OF_A_SCRIPT else f"{words[: MOST_OF_A_SCRIPT - 3]}..."
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as 45 s, 12 min or 3 h 05 min."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _began_at(folder: Path) -> float:
+    """Return when the job's last start began, in seconds since 1970, as far as that is known."""
+    kept = folder / job_folder.SCRIPT
+    return (kept if kept.exists() else folder).stat().st_mtime
+
+
+def _queue(jobs_dir: Path) -> list[Listed]:
+    """Return the jobs of this user that wait or begin just now, and were sent from this checkout."""
+    waiting = []
+    for line in slurm.queue("%i|%T|%r|%Z|%o|%j"):
+        number, state, reason, folder, script, name = line.split("|", maxsplit=5)
+        if _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir)):
+            is_queued = state in slurm.QUEUED
+            row = Listed(number, name, "queued" if is_queued else "running", note=reason if is_queued else "")
+            waiting.append(row)
+    return waiting
+
+
+def _is_within(path: str, folders: Sequence[Path]) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)
