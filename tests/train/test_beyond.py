@@ -203,6 +203,19 @@ def test_an_overflow_on_one_rank_is_a_step_that_all_leave_out(trained: Callable)
     assert {row["precision"] for row in trained("fp16", 2).rows} == {"fp16"}
 
 
+def test_the_layers_compute_in_fp16(script: Script, tmp_path: Path) -> None:
+    """And not only the record says so."""
+    text = (BY_FEATURE / "mixed_precision.py").read_text()
+    look = "hook = lambda layer, inputs, output: print('computes in', output.dtype)"
+    hooked = f"{look}\n    model.module.fc1.register_forward_hook(hook)\n    run = Run("
+    assert text.count("    run = Run(") == 1
+    (tmp_path / "hooked.py").write_text(text.replace("    run = Run(", f"    {hooked}"))
+    done = succeeded(
+        script(tmp_path / "hooked.py", *EXACT, "--epochs", 1, "--results-dir", tmp_path, ranks=1)
+    )
+    assert "computes in torch.float16" in done.stdout and "computes in torch.float32" not in done.stdout
+
+
 def test_ranks_train_as_one_with_statistics_over_all_and_only_then(trained: Callable) -> None:
     assert furthest(trained("sync", 2).weights, trained("sync", 1).weights) < ROUNDING
     assert furthest(trained("local", 2).weights, trained("sync", 1).weights) > 10 * ROUNDING

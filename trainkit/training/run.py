@@ -118,6 +118,8 @@ class Run:
             per_rank_state=self.per_rank_state,
         )
         self._epoch = 1  # the next one
+        self._resumed = False
+        self._first_epoch = 1  # of this process
         self._drift: Drift | None = None
         self._agreement = Agreement(device)
         self._compute_time = ComputeTime(self.model, self.optimizer, device)
@@ -203,7 +205,9 @@ class Run:
             UserError: if no checkpoint can be read, or the newest is of another training.
         """
         self._checkpointer.resume()
+        self._resumed = True
         self._epoch = self._checkpointer.epochs().start
+        self._first_epoch = self._epoch
         self._ended = process_group.broadcast(self._has_ended())
 
     def epochs(self) -> Iterator[int]:
@@ -223,7 +227,10 @@ class Run:
         if epoch != self._epoch:
             raise UserError(f"epoch {epoch} in place of {self._epoch}: take the epochs of run.epochs().")
         self.trained = None
-        if epoch == self._checkpointer.epochs().start:  # the first of this process is compared
+        if self.options.checkpoint_dir and not self._resumed:
+            # It would begin anew, and its checkpoints could count as older than those of an earlier run.
+            raise UserError("the script saves checkpoints: call run.resume() before run.epochs().")
+        if epoch == self._first_epoch:  # of this process: its weights are compared after it
             self._drift = Drift(self._whole_networks())
         device = batches.device
         reset_peak_memory()  # the first epoch's peak includes cuDNN's trials

@@ -74,7 +74,7 @@ def main() -> None:
             lr_scheduler.step()
             run.log(loss=loss)
         tested = evaluate(model, test_batches, F.nll_loss, autocast)
-        validated = evaluate(model, validation_batches, F.nll_loss)
+        validated = evaluate(model, validation_batches, F.nll_loss, autocast)
         best.keep(epoch, validated.loss)
         metrics = [Metric("loss", "validation", validated.loss)]
         run.end_of_epoch(epoch, tested, metrics, best_epoch=best.epoch)

@@ -69,8 +69,8 @@ def main() -> None:
     )
     warnings.filterwarnings("ignore", "When period is 1")  # here it is measured what that costs
     averager = PeriodicModelAverager(opts.average_every)
-    averager.step = lr_scheduler.last_epoch + 1  # where an earlier run stopped; it averages at the multiples
     run.resume()  # goes on where an earlier run stopped
+    averager.step = lr_scheduler.last_epoch + 1  # also of an earlier run: it averages at the multiples
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):

@@ -46,7 +46,7 @@ def main() -> None:
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
     model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.float16)
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     # fp16 holds no numbers below 6e-8: the loss is multiplied, so that small gradients are not lost.

@@ -83,7 +83,13 @@ class InTurn(nn.Module):
 @entrypoint
 def main() -> None:
     check_pytorch()
-    float32 = option("fp32", choices=("fp32", "tf32"), help="what the layers compute in", column="precision")
+    float32 = option(
+        "fp32",
+        choices=("fp32", "tf32"),
+        help="what the layers compute in",
+        shapes_training=True,
+        column="precision",
+    )
     parts = option(
         4,
         type=at_least(1),

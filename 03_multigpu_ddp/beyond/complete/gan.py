@@ -41,7 +41,13 @@ class Critic(nn.Sequential):
 
 @entrypoint
 def main() -> None:
-    float32 = option("fp32", choices=("fp32", "tf32"), help="what the layers compute in", column="precision")
+    float32 = option(
+        "fp32",
+        choices=("fp32", "tf32"),
+        help="what the layers compute in",
+        shapes_training=True,
+        column="precision",
+    )
     rate = option(
         2e-4,
         type=above_0(1e6),

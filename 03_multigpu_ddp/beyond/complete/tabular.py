@@ -50,7 +50,13 @@ class TableNet(nn.Module):
 
 @entrypoint
 def main() -> None:
-    float32 = option("fp32", choices=("fp32", "tf32"), help="what the layers compute in", column="precision")
+    float32 = option(
+        "fp32",
+        choices=("fp32", "tf32"),
+        help="what the layers compute in",
+        shapes_training=True,
+        column="precision",
+    )
     weights = option(
 "exact",
 choices=("exact", "naive", "none"),

@@ -111,7 +111,13 @@ def negative_elbo(
 
 @entrypoint
 def main() -> None:
-    float32 = option("fp32", choices=("fp32", "tf32"), help="what the layers compute in", column="precision")
+    float32 = option(
+        "fp32",
+        choices=("fp32", "tf32"),
+        help="what the layers compute in",
+        shapes_training=True,
+        column="precision",
+    )
     graph = option(
         "find",
         choices=("find", "plain"),
