@@ -106,7 +106,7 @@ class Handle:
         tasks: how many processes it has.
         log: the output of rank 0 and of the job script. The other ranks' logs and submitit's files are next
             to it.
-        folder: the job's own (trainkit.runtime.job_folder).
+        folder: the job's own (trainkit.job_folder).
         results: where its CSV will be; None for a plain script, most of which write none.
     """
 
