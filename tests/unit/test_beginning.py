@@ -263,12 +263,13 @@ def test_where_the_ranks_meet() -> None:
 
 def test_bash_declares_variables_and_carries_out_the_plan() -> None:
     """There and back, with what may stand in a value."""
-    values = {"SLURM_A": 'it\'s "$HOME" `x` \\ é', "SLURM_B": "two\nlines", "SLURM_SET_ASIDE": "3"}
+    values = {"SLURM_A": 'it\'s "$HOME" `x` \\ é', "SLURM_B": "two\nlines\\ \033'é", "SLURM_SET_ASIDE": "3"}
     told = "export -n SLURM_SET_ASIDE; declare -p SLURM_A SLURM_B SLURM_SET_ASIDE NOT_THERE 2>/dev/null"
-    declared = ran("bash", "-c", told, env=ENVIRONMENT | values).stdout
-    exported, not_exported = beginning.parse_declarations(declared)
-    assert exported["SLURM_A"] == values["SLURM_A"]
-    assert not_exported == {"SLURM_SET_ASIDE": "3"}
+    for locale in ("C", "C.UTF-8"):
+        declared = ran("bash", "-c", told, env=ENVIRONMENT | values | {"LC_ALL": locale}).stdout
+        exported, not_exported = beginning.parse_declarations(declared)
+        assert (exported["SLURM_A"], exported["SLURM_B"]) == (values["SLURM_A"], values["SLURM_B"])
+        assert not_exported == {"SLURM_SET_ASIDE": "3"}
 
     value = values["SLURM_A"]
     plan = Plan(["OLD"], {"NEW": value}, {"OWN": value}, ["job  x", "", value], samples.Asked(1, 1, 0))
