@@ -29,10 +29,12 @@ import runpy
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.config.command_line import Parser
 from trainkit.errors import UserError, print_line
@@ -42,7 +44,10 @@ from trainkit.record import records
 from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"
-HEADER = re.compile(r"^# (.+)\n\n\*\*(?:Core, (\d) of \d|Extra)\.\*\* (\d+) minutes\. ", re.MULTILINE)
+HEADER = re.compile(
+    r"^# (?P<title>.+)\n\n\*\*(?:Core, (?P<step>\d) of \d|Extra)\.\*\* (?P<minutes>\d+) minutes\. ",
+    re.MULTILINE,
+)
 EXTRA = 99  # its step on the core path: after all others
 CHECK_SECONDS = 120  # for a check, on an otherwise idle machine
 TOO_LONG = (
@@ -58,11 +63,12 @@ class Exercise:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.name.partition("_")[2]
-        self.mine = Workspace(folder / "mine")
-        self.title, step, minutes = HEADER.search((folder / "README.md").read_text()).groups()
-        self.minutes = int(minutes)
-        self.step = int(step or EXTRA)
-        self.kind = "core" if step else "extra"
+        self.workspace = Workspace(folder / "mine")
+        header = HEADER.search((folder / "README.md").read_text())
+        self.title = header["title"]
+        self.minutes = int(header["minutes"])
+        self.step = int(header["step"] or EXTRA)
+        self.kind = "core" if header["step"] else "extra"
 
     @cached_property
     def hints(self) -> list[str]:
@@ -77,12 +83,12 @@ class Exercise:
     @cached_property
     def plain(self) -> dict[str, object]:
         """Return the plain texts, lists and dicts in check.py, without running it, which loads PyTorch."""
-        found = {}
+        constants = {}
         for node in ast.parse((self.folder / "check.py").read_text()).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 with suppress(ValueError):
-                    found[node.targets[0].id] = ast.literal_eval(node.value)
-        return found
+                    constants[node.targets[0].id] = ast.literal_eval(node.value)
+        return constants
 
     def check(self) -> str:
         """Check the learner's work in a separate process, and return what the exercise shows.
@@ -93,7 +99,8 @@ class Exercise:
             Wrong: if something is not right yet, or the learner's program fails or does not end.
         """
         seconds = CHECK_SECONDS * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-        context = multiprocessing.get_context("fork")  # which has imported already what the check imports
+        # A forked process has imported already what the check imports.
+        context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=self._answer, args=(sender,))
         process.start()
@@ -114,22 +121,25 @@ class Exercise:
     def _answer(self, sender: Connection) -> None:
         """Send what the check returns, or the exception that tells what is not right yet."""
         end_with(multiprocessing.parent_process().pid)
-        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # the same on every machine, and a check may fork
+        # A check says the same on every machine, and it may fork, which CUDA does not survive.
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         try:
-            answer = self.program["check"](self.mine)
+            answer = self.program["check"](self.workspace)
         except UserError as error:
             answer = error
-        except BaseException as error:  # also the exit of the learner's program
-            answer = explain(error, self.mine)
-        sys.stdout.flush()  # what the learner's program has printed, before the answer ends this process
+        except BaseException as error:
+            # Also the exit of the learner's program.
+            answer = explain(error, self.workspace)
+        # Print what the learner's program has written, before the answer ends this process.
+        sys.stdout.flush()
         sender.send(answer)
 
     def begin(self) -> None:
         """Copy the starter, and the open answers, unless one of these files is there."""
-        mine = self.mine.folder
+        folder = self.workspace.folder
         starter = self.folder / "starter"
         names = [ANSWERS, *(path.name for path in starter.glob("*"))]
-        if any((mine / name).exists() for name in names):
+        if any((folder / name).exists() for name in names):
             return
         # A `?` in place of each value in lines `name = value  # comment`.
         blank = re.sub(
@@ -137,21 +147,26 @@ class Exercise:
         )
         # A class may share one checkout.
         advice = "free the space, or work in a checkout of your own; `reset` then lays the files out again."
-        with explained(f"{relative(mine)} cannot be written to", advice):
-            mine.mkdir(exist_ok=True)
+        with explained(f"{relative(folder)} cannot be written to", advice):
+            folder.mkdir(exist_ok=True)
             if starter.exists():
-                shutil.copytree(starter, mine, dirs_exist_ok=True)
-            for name, given in self.plain.get("GIVEN", {}).items():
-                shutil.copytree(self.folder.parents[2] / given, mine / name)
-            (mine / ANSWERS).write_text(blank)
+                shutil.copytree(starter, folder, dirs_exist_ok=True)
+            for name, source in self.plain.get("GIVEN", {}).items():
+                shutil.copytree(self.folder.parents[2] / source, folder / name)
+            (folder / ANSWERS).write_text(blank)
 
     def diff(self) -> str:
         """Return the diff from the learner's files to those of the solution."""
         lines = []
         for name, text in self.solution.items():
-            mine = self.mine.text(name) if (self.mine.folder / name).exists() else ""
+            exists = (self.workspace.folder / name).exists()
+            of_learner = self.workspace.text(name) if exists else ""
             lines += difflib.unified_diff(
-                mine.splitlines(), text.splitlines(), f"mine/{name}", f"solution/{name}", lineterm=""
+                of_learner.splitlines(),
+                text.splitlines(),
+                fromfile=f"mine/{name}",
+                tofile=f"solution/{name}",
+                lineterm="",
             )
         return "\n".join(lines)
 
@@ -228,12 +243,14 @@ class Workbook:
         bar = f"[{'#' * done}{'.' * (count - done)}] {done} of {count} done."
         stages = [path.parent for path in sorted(self.folder.parents[1].glob("0*/exercises"))]
         pages = [*(stage / "README.md" for stage in stages), self.folder.parents[1] / "YOUR_TRAINING.md"]
-        ways = [relative(pages[stages.index(self.folder.parent) + 1])]
-        if following := self.next:
-            readme = relative(following.folder / "README.md")
-            way = f"{following.name} ({following.kind}), {following.minutes} minutes: read {readme}"
-            ways = [way] if following.kind == "core" else [*ways, way]
-        return f"{bar} Next: {' or '.join(ways)}"
+        next_page = relative(pages[stages.index(self.folder.parent) + 1])
+        if not self.next:
+            return f"{bar} Next: {next_page}"
+        readme = relative(self.next.folder / "README.md")
+        next_exercise = f"{self.next.name} ({self.next.kind}), {self.next.minutes} minutes: read {readme}"
+        if self.next.kind == "core":
+            return f"{bar} Next: {next_exercise}"
+        return f"{bar} Next: {next_page} or {next_exercise}"
 
 
 def main(folder: Path, description: str) -> int:
@@ -245,9 +262,9 @@ def main(folder: Path, description: str) -> int:
     """
     parser = Parser(description=description)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command, (act, what) in COMMANDS.items():
-        with_name = commands.add_parser(command, help=what, description=what)
-        with_name.set_defaults(act=act)
+    for name, command in COMMANDS.items():
+        with_name = commands.add_parser(name, help=command.help, description=command.help)
+        with_name.set_defaults(act=command.act)
         with_name.add_argument("name", help="the exercise: its name or number")
     args = parser.parse_args()
     workbook = Workbook(folder)
@@ -261,16 +278,17 @@ def main(folder: Path, description: str) -> int:
 
 def _check(workbook: Workbook, exercise: Exercise) -> int:
     try:
-        seen = exercise.check()
+        conclusion = exercise.check()
     except Wrong as wrong:
         print_line(f"{exercise.name}: not yet.\n{wrapped(str(wrong))}\n")
-        hint = _command(workbook, "hint", exercise)
-        print_line(f"Your files are in {relative(exercise.mine.folder)}. A hint: {hint}")
+        hint = _command_line(workbook, "hint", exercise)
+        print_line(f"Your files are in {relative(exercise.workspace.folder)}. A hint: {hint}")
         return 1
-    workbook.read()  # another terminal may have changed it during the check
+    # Another terminal may have changed it during the check.
+    workbook.read()
     if exercise.name not in workbook.done:
         workbook.done.append(exercise.name)
-    print_line(f"{exercise.name}: done.\n{wrapped(seen)}\n\n{workbook.bar()}")
+    print_line(f"{exercise.name}: done.\n{wrapped(conclusion)}\n\n{workbook.bar()}")
     workbook.save()
     return 0
 
@@ -282,16 +300,18 @@ def _hint(workbook: Workbook, exercise: Exercise) -> int:
     print_line(f"{exercise.name}, hint {number} of {most}:\n{wrapped(exercise.hints[number - 1])}")
     workbook.save()
     if number == most:
-        print_line(f"\nThere is no further one. The solution: {_command(workbook, 'solution', exercise)}")
+        print_line(
+            f"\nThere is no further one. The solution: {_command_line(workbook, 'solution', exercise)}"
+        )
     return 0
 
 
 def _reset(_: Workbook, exercise: Exercise) -> int:
-    mine = exercise.mine.folder
-    if mine.exists():
-        print_line(f"What you wrote is kept in {relative(mine.rename(_unused(mine)))}.")
+    folder = exercise.workspace.folder
+    if folder.exists():
+        print_line(f"What you wrote is kept in {relative(folder.rename(_unused(folder)))}.")
     exercise.begin()
-    print_line(f"{exercise.name}: the starter is back in {relative(mine)}.")
+    print_line(f"{exercise.name}: the starter is back in {relative(folder)}.")
     return 0
 
 
@@ -301,9 +321,9 @@ def _recorded(_: Workbook, exercise: Exercise) -> int:
     if not recorded:
         raise UserError(f"there are no recorded runs for {exercise.name}: it needs none but its own program.")
     repository = exercise.folder.parents[2]
-    runs = exercise.mine.folder / "runs"
+    runs = exercise.workspace.folder / "runs"
     if runs.exists():
-        kept = runs.rename(_unused(exercise.mine.folder / "own-runs"))
+        kept = runs.rename(_unused(exercise.workspace.folder / "own-runs"))
         print_line(f"Your own runs are kept in {relative(kept)}.")
     runs.mkdir()
     for name, run_ids in recorded.items():
@@ -330,16 +350,23 @@ def _solution(_: Workbook, exercise: Exercise) -> int:
     return 0
 
 
+class Command(NamedTuple):
+    """A command of check.py."""
+
+    act: Callable[[Workbook, Exercise], int]  # returns the exit code
+    help: str
+
+
 COMMANDS = {
-    "check": (_check, "check what you did"),
-    "hint": (_hint, "the next of three hints"),
-    "reset": (_reset, "put the starter back; what you wrote is kept under another name"),
-    "recorded": (_recorded, "take recorded runs in place of yours"),
-    "solution": (_solution, "the difference between your files and the solution"),
+    "check": Command(_check, help="check what you did"),
+    "hint": Command(_hint, help="the next of three hints"),
+    "reset": Command(_reset, help="put the starter back; what you wrote is kept under another name"),
+    "recorded": Command(_recorded, help="take recorded runs in place of yours"),
+    "solution": Command(_solution, help="the difference between your files and the solution"),
 }
 
 
-def _command(workbook: Workbook, command: str, exercise: Exercise) -> str:
+def _command_line(workbook: Workbook, command: str, exercise: Exercise) -> str:
     return f"python {relative(workbook.folder / 'check.py')} {command} {exercise.name}"
 
 

@@ -19,20 +19,24 @@ def main() -> None:
     data_dir = site.read_site().data_dir
     print_line(f"python  {platform.python_version()}, torch {torch.__version__} for {build()}")
     try:
-        names = list(map(device_name, usable_gpus()))
+        names = [device_name(gpu) for gpu in usable_gpus()]
         gpus = f"{len(names)}: {', '.join(names)}" if names else "none: the CPU stands in"
     except UserError as error:
         gpus = str(error)
     print_line(f"GPUs    {gpus}")
-    first = []
+    commands = []
     try:
         staging.check("mnist", data_dir)
         print_line(f"MNIST   in {data_dir}")
     except UserError as error:
         print_line(f"MNIST   {'missing or damaged' if data_dir == staging.DEFAULT_DIR else error}")
-        first.append("make data")
-    without = "none here: submit.py runs on this machine; make cluster-up starts one to practise on"
-    print_line(f"Slurm   {without if slurm.why_not_here() else 'here: submit.py sends jobs'}")
+        commands.append("make data")
+    if slurm.why_not_here():
+        print_line(
+            "Slurm   none here: submit.py runs on this machine; make cluster-up starts one to practise on"
+        )
+    else:
+        print_line("Slurm   here: submit.py sends jobs")
 
     workbooks = [Workbook(stage.script.parent / "exercises") for stage in stages.STAGES.values()]
     for workbook in workbooks:
@@ -47,11 +51,12 @@ def main() -> None:
     stage = workbook.folder.parent
     print_line(f"\n{workbook.bar()}\nThe lesson around it: {relative(stage / 'README.md')}. Go on with:")
     activate = stages.REPOSITORY / ".venv" / "bin" / "activate"
-    if activate.exists():  # a class may share another
-        first.append(f"source {relative(activate)}")
-    print_line(
-        "\n".join(f"  {line}" for line in [*first, f"cd {relative(stage)}", "python exercises/check.py"])
-    )
+    # A class may share another environment.
+    if activate.exists():
+        commands.append(f"source {relative(activate)}")
+    commands += [f"cd {relative(stage)}", "python exercises/check.py"]
+    for command in commands:
+        print_line(f"  {command}")
 
 
 if __name__ == "__main__":

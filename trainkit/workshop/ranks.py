@@ -10,16 +10,25 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import torch._dynamo  # DDP imports it: once here is faster than in every rank
+import torch._dynamo  # DDP imports it, and once here is faster than in every rank.
 import torch.distributed as dist
 
 from trainkit.process import end_with
 from trainkit.workshop.work import Wrong
 
 TIMEOUT = 15  # seconds that the ranks wait for each other
+FOREVER_SECONDS = 1e6  # until the process is killed
 IN_VAIN = "The ranks wait for each other in vain"
+
+
+class Outcome(NamedTuple):
+    """What a rank sends: the result of its function, or a sentence on how it failed."""
+
+    succeeded: bool
+    result: object
 
 
 def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool = True) -> list[object]:
@@ -31,7 +40,8 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool 
     Raises:
         Wrong: if it fails in a rank, or the ranks wait for each other in vain.
     """
-    context = multiprocessing.get_context("fork")  # so that the function need not be importable
+    # Forked, as the function need not be importable then.
+    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store" if group else None
         pipes: list[Connection] = []
@@ -58,19 +68,22 @@ def _results(pipes: list[Connection]) -> list[object]:
         failures = []
         for pipe in wait([pipe for pipe in pipes if pipe not in results]):
             try:
-                succeeded, results[pipe] = pipe.recv()
+                outcome: Outcome = pipe.recv()
             except EOFError:
                 raise Wrong(f"rank {pipes.index(pipe)} died silently.") from None
-            if not succeeded:
-                failures.append(str(results[pipe]))
-        if failures:  # report the rank that failed rather than one that waited for it
+            results[pipe] = outcome.result
+            if not outcome.succeeded:
+                failures.append(str(outcome.result))
+        if failures:
+            # Report the rank that failed rather than one that waited for it.
             raise Wrong(min(failures, key=lambda failure: failure.startswith(IN_VAIN)))
     return [results[pipe] for pipe in pipes]
 
 
 def _rank(function: Callable, rank: int, size: int, store: Path | None, sender: Connection) -> None:
     end_with(multiprocessing.parent_process().pid)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may not resolve
+    # The machine's own name may not resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -85,21 +98,23 @@ def _rank(function: Callable, rank: int, size: int, store: Path | None, sender: 
                 world_size=size,
                 timeout=timedelta(seconds=TIMEOUT),
             )
-        sender.send((True, function(rank, size)))
+        sender.send(Outcome(succeeded=True, result=function(rank, size)))
     except Wrong as wrong:
-        sender.send((False, str(wrong)))
+        sender.send(Outcome(succeeded=False, result=str(wrong)))
     except Exception as error:
-        sender.send((False, _in_words(rank, error)))
-    time.sleep(1e6)  # until killed: others may still be about to meet this one
+        sender.send(Outcome(succeeded=False, result=_in_words(rank, error)))
+    # Others may still be about to meet this one.
+    time.sleep(FOREVER_SECONDS)
 
 
 def _in_words(rank: int, error: Exception) -> str:
+    """Say where a rank failed: in the learner's program, if that was running."""
     frames = traceback.extract_tb(error.__traceback__)
     of_learner = [frame for frame in frames if Path(frame.filename).parent.name == "mine"]
     if of_learner:
-        where = f"in line {of_learner[-1].lineno} of {Path(of_learner[-1].filename).name}"
+        line = f"in line {of_learner[-1].lineno} of {Path(of_learner[-1].filename).name}"
     else:
-        where = f"in line {frames[-1].lineno}"
+        line = f"in line {frames[-1].lineno}"
     if re.search("[Tt]imed? ?out|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error)):
-        return f"{IN_VAIN}: rank {rank} waits {where}. Do all ranks make the same calls, in the same order?"
-    return f"rank {rank} ends with {type(error).__name__} {where}: {error}"
+        return f"{IN_VAIN}: rank {rank} waits {line}. Do all ranks make the same calls, in the same order?"
+    return f"rank {rank} ends with {type(error).__name__} {line}: {error}"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ANSWERS = "answers.txt"
 SHORT_OPTIONS = {"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task", "t": "time", "o": "output"}
+# Columns in which two runs that are compared have to be equal.
 SAME = ("dataset", "device_name", "images", "global_batch", "width", "precision", "threads_per_worker")
 OPEN = "?"  # an answer that is not given yet
 
@@ -91,10 +92,11 @@ class Workspace:
                 chosen &= table[name] == value
             if chosen.any():
                 return table[chosen]
-        what = " of " + " and ".join(f"{name} {value}" for name, value in equal.items()) if equal else ""
+        of_these = f" of {_in_words(equal)}" if equal else ""
+        unreadable = [f"\n- {sentence} Remove it." for sentence in skipped]
         raise Wrong(
-            f"mine/runs has no run{what} with two epochs or more. Run the commands of the README, or take "
-            "our runs with `recorded`." + "".join(f"\n- {sentence} Remove it." for sentence in skipped)
+            f"mine/runs has no run{of_these} with two epochs or more. Run the commands of the README, or "
+            f"take our runs with `recorded`.{''.join(unreadable)}"
         )
 
     def row(self, target: float | None = None, **equal: object) -> "pd.Series":
@@ -105,9 +107,9 @@ class Workspace:
         """
         table = self.table(target, **equal)
         if len(table) > 1:
-            what = " and ".join(f"{name} {value}" for name, value in equal.items())
             raise Wrong(
-                f"mine/runs has runs of {what} that differ in other things, too, such as the device or the "
+                f"mine/runs has runs of {_in_words(equal)} that differ in other things, too, such as the "
+                "device or the "
                 "number of images. Remove mine/runs, and run the commands of the README as they are."
             )
         return table.iloc[0]
@@ -120,8 +122,10 @@ class Workspace:
         """
         program = _Program(name)
         program.__file__ = str(self.folder / name)
-        sys.modules[name] = program  # where dataclasses look
-        sys.path.insert(0, str(self.folder))  # where it finds the files next to it
+        # Dataclasses look there.
+        sys.modules[name] = program
+        # So the program finds the files next to it.
+        sys.path.insert(0, str(self.folder))
         try:
             exec(compile(self.text(name), program.__file__, "exec"), program.__dict__)
         finally:
@@ -166,23 +170,28 @@ class Answers(dict):
         return word
 
 
-def check_alike(one: Mapping, other: Mapping, *but: str) -> None:
-    """Check that two runs that are compared were given the same, `but` for columns that the exercise changes.
+def _in_words(equal: Mapping[str, object]) -> str:
+    """Return columns and their values, as `stage ddp and devices 2`."""
+    return " and ".join(f"{name} {value}" for name, value in equal.items())
+
+
+def check_alike(run: Mapping, other: Mapping, *but: str) -> None:
+    """Check that two runs that are compared are equal in SAME, `but` for columns that the exercise changes.
 
     Raises:
         Wrong: naming a column in which they differ.
     """
     for name in SAME:
-        if name not in but and one[name] != other[name]:
-            raise Wrong(f"The runs differ in {name} ({one[name]} and {other[name]}): give both the same.")
+        if name not in but and run[name] != other[name]:
+            raise Wrong(f"The runs differ in {name} ({run[name]} and {other[name]}): give both the same.")
 
 
-def is_close(given: float, true: float, share: float = 0.02) -> bool:
-    """Return whether two numbers are equal up to rounding."""
-    return abs(given - true) <= share * abs(true)
+def is_close(answer: float, true: float, share: float = 0.02) -> bool:
+    """Return whether two numbers are equal up to rounding: to this share of the `true` one."""
+    return abs(answer - true) <= share * abs(true)
 
 
-def explain(error: BaseException, mine: Workspace) -> BaseException:
+def explain(error: BaseException, workspace: Workspace) -> BaseException:
     """Return the message for an error in a check: in the learner's program, or in what it gave the check.
 
     An `OSError` of ours, such as a full disk, stays one.
@@ -190,28 +199,28 @@ def explain(error: BaseException, mine: Workspace) -> BaseException:
     lines = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         lines.append((Path(error.filename), error.lineno))
-    of_learner = [(path.name, line) for path, line in lines if path.parent == mine.folder]
-    what = f"{type(error).__name__}: {getattr(error, 'msg', error)}".rstrip(": ")
+    of_learner = [(path.name, line) for path, line in lines if path.parent == workspace.folder]
+    sentence = f"{type(error).__name__}: {getattr(error, 'msg', error)}".rstrip(": ")
     if of_learner:
         name, line = of_learner[-1]
-        return Wrong(f"mine/{name} ends in line {line} with {what}.")
+        return Wrong(f"mine/{name} ends in line {line} with {sentence}.")
     if isinstance(error, OSError):
         return error
     return Wrong(
-        f"The check cannot use what your program gives it ({what}). Compare the names, the arguments and "
+        f"The check cannot use what your program gives it ({sentence}). Compare the names, the arguments and "
         "what is returned with the starter, which `reset` lays out again."
     )
 
 
 def requested(text: str) -> dict[str, str]:
     """Return the options with a value in the #SBATCH lines before the first command, by their long names."""
-    found = {}
+    options = {}
     head = re.split(r"^(?=[^#\s])", text, maxsplit=1, flags=re.MULTILINE)[0]
     for line in re.findall(r"^#SBATCH\s+([^#\n]*)", head, re.MULTILINE):
         for short, long in SHORT_OPTIONS.items():
             line = re.sub(rf"(^|\s)-{short}\s*(?=\w)", rf"\1--{long}=", line)
-        found |= dict(re.findall(r"(?<!\S)--([a-z-]+)(?:=|\s+)([^\s-]\S*)", line))
-    return found
+        options |= dict(re.findall(r"(?<!\S)--([a-z-]+)(?:=|\s+)([^\s-]\S*)", line))
+    return options
 
 
 def ask_slurm(script: Path, stage: Path) -> str:
@@ -223,9 +232,9 @@ def ask_slurm(script: Path, stage: Path) -> str:
     if slurm.why_not_here():
         return "(There is no Slurm here to ask: `sbatch --test-only` was not tried.)"
     environment = os.environ | read_site().sbatch
-    asked = slurm.ask("sbatch", "--test-only", str(script), cwd=stage, env=environment)
-    if asked.returncode:
-        refusal = slurm.sbatch_message(asked.stderr)
+    reply = slurm.ask("sbatch", "--test-only", str(script), cwd=stage, env=environment)
+    if reply.returncode:
+        refusal = slurm.sbatch_message(reply.stderr)
         raise Wrong(f"Slurm would not take the job ({refusal}): {slurm.advice(refusal)}.")
     return "Slurm would take the job."
 

@@ -46,7 +46,9 @@ WRONG = [
     ("clock.py", "statistics.median(speeds[1:])", "speeds[-1]", "no single epoch"),
     ("clock.py", "        seconds = clock()", "        seconds = -clock()", "negative"),
 ]  # fmt: skip
-LAUNCH, WORK, WARMUP = 0.0002, 0.002, 5  # seconds to queue a step and to do it; how much slower at first
+LAUNCH_SECONDS = 0.0002  # to queue a step
+WORK_SECONDS = 0.002  # to do it
+WARMUP_FACTOR = 5  # how many times as long the steps of the first epoch take
 
 
 class Device:
@@ -55,12 +57,12 @@ class Device:
     def __init__(self, warm: bool = False, odd: dict[int, float] | None = None) -> None:
         self.now = self.done = 0.0
         self.steps = 20 * warm
-        self.shares = {0: WARMUP} | (odd or {})  # which epoch takes how much of its usual time
+        self.shares = {0: WARMUP_FACTOR} | (odd or {})  # which epoch takes how much of its usual time
 
     def train(self, images: int) -> None:
-        self.now += LAUNCH
+        self.now += LAUNCH_SECONDS
         share = self.shares.get(self.steps // 20, 1)
-        self.done = max(self.now, self.done) + WORK * images / 64 * share
+        self.done = max(self.now, self.done) + WORK_SECONDS * images / 64 * share
         self.steps += 1
 
     def synchronize(self) -> None:
@@ -70,12 +72,14 @@ class Device:
         return self.now
 
 
-def check(mine: Workspace) -> str:
-    prediction = mine.answers().word("prediction", "high", "low")
-    measure = mine.module("clock.py").images_per_second
-    warm, cold = Device(warm=True), Device()
-    without_warmup, with_warmup = measure(warm, warm.clock), measure(cold, cold.clock)
-    true = 64 * 20 / (20 * WORK + LAUNCH)
+def check(workspace: Workspace) -> str:
+    prediction = workspace.answers().word("prediction", "high", "low")
+    measure = workspace.module("clock.py").images_per_second
+    warm = Device(warm=True)
+    cold = Device()
+    without_warmup = measure(warm, warm.clock)
+    with_warmup = measure(cold, cold.clock)
+    true = 64 * 20 / (20 * WORK_SECONDS + LAUNCH_SECONDS)
     if without_warmup < 0:
         raise Wrong("The speed is negative: subtract the start from the end, not the end from the start.")
     if without_warmup > 1.5 * true:
@@ -83,7 +87,7 @@ def check(mine: Workspace) -> str:
             f"The clock stops while the device is still working: it shows {without_warmup:,.0f} images/s for "
             f"a device that trains {true:,.0f}. It measures how fast Python fills the queue."
         )
-    if is_close(without_warmup, 64 / (LAUNCH + WORK), 0.01):
+    if is_close(without_warmup, 64 / (LAUNCH_SECONDS + WORK_SECONDS), 0.01):
         raise Wrong(
             "Your program waits for the device after every step. So the queue is always empty, and each step "
             "also takes the time to be queued. Wait once per epoch."
@@ -98,9 +102,9 @@ def check(mine: Workspace) -> str:
     for odd in ({1: 0.9}, {2: 0.9}, {3: 0.9}, {2: 1.1}):
         device = Device(odd=odd)
         if not is_close(measure(device, device.clock), true, 0.05):
-            what = "faster" if min(odd.values()) < 1 else "slower"
+            change = "faster" if min(odd.values()) < 1 else "slower"
             raise Wrong(
-                f"The device was {what} in one of its epochs, and you report that one. Take the median: no "
+                f"The device was {change} in one of its epochs, and you report that one. Take the median: no "
                 "single epoch changes it much."
             )
     if prediction == "low":

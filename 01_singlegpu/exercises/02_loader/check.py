@@ -54,20 +54,22 @@ WRONG = [
 ]
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
-    resident, workers = mine.row(loader="resident"), mine.row(loader="workers", workers_per_loader=0)
+    resident = workspace.row(loader="resident")
+    workers = workspace.row(loader="workers", workers_per_loader=0)
     check_alike(resident, workers)
     for name, row, other in (("resident", resident, workers), ("workers", workers, resident)):
         _check_speed(f"{name}_images_per_s", answers, row, other)
         _check_seconds(f"{name}_seconds", answers, row)
     times = resident.images_per_s / workers.images_per_s
-    given = answers.number("times_as_fast")
-    if not is_close(given, times):
-        what = "is upside down" if is_close(given, 1 / times) else "does not fit your runs"
+    answer = answers.number("times_as_fast")
+    if not is_close(answer, times):
+        mistake = "is upside down" if is_close(answer, 1 / times) else "does not fit your runs"
         raise Wrong(
-            f"`times_as_fast = {given:g}` {what}: divide the images/s of resident by the images/s of workers."
+            f"`times_as_fast = {answer:g}` {mistake}: divide the images/s of resident by the images/s of "
+            "workers."
         )
     return (
         f"The resident loader is {times:.2f} times as fast here; you expected {prediction:g}. "
@@ -76,29 +78,30 @@ def check(mine: Workspace) -> str:
 
 
 def _check_speed(name: str, answers: dict, row: "pd.Series", other: "pd.Series") -> None:
-    given = answers.number(name)
-    if 0.995 * row.slowest <= given <= 1.005 * row.fastest:
+    answer = answers.number(name)
+    if 0.995 * row.slowest <= answer <= 1.005 * row.fastest:
         return
-    if 0.995 * other.slowest <= given <= 1.005 * other.fastest:
-        raise Wrong(f"`{name} = {given:g}` is the speed of the other loader.")
+    if 0.995 * other.slowest <= answer <= 1.005 * other.fastest:
+        raise Wrong(f"`{name} = {answer:g}` is the speed of the other loader.")
     raise Wrong(
-        f"`{name} = {given:g}` is not between the slowest and the fastest epoch after the warm-up, "
+        f"`{name} = {answer:g}` is not between the slowest and the fastest epoch after the warm-up, "
         f"{row.slowest:,.0f} and {row.fastest:,.0f}. Is the first epoch in your number?"
     )
 
 
 def _check_seconds(name: str, answers: dict, row: "pd.Series") -> None:
-    given, rounding = answers.number(name), 0.06
-    if row.images / row.fastest - rounding <= given <= row.images / row.slowest + rounding:
+    answer = answers.number(name)
+    rounding = 0.06
+    if row.images / row.fastest - rounding <= answer <= row.images / row.slowest + rounding:
         return
-    if is_close(given, row.epoch_seconds + row.eval_seconds):
-        raise Wrong(f"`{name} = {given:g}` includes the evaluation, which is not training.")
-    if row.images < given * row.images_per_s < row.images + row.global_batch:
+    if is_close(answer, row.epoch_seconds + row.eval_seconds):
+        raise Wrong(f"`{name} = {answer:g}` includes the evaluation, which is not training.")
+    if row.images < answer * row.images_per_s < row.images + row.global_batch:
         raise Wrong(
-            f"`{name} = {given:g}`: an epoch trains {row.images:,} images, since its last batch is dropped."
+            f"`{name} = {answer:g}`: an epoch trains {row.images:,} images, since its last batch is dropped."
         )
     raise Wrong(
-        f"`{name} = {given:g}`: the training of one epoch after the warm-up took {row.epoch_seconds:.1f} s."
+        f"`{name} = {answer:g}`: the training of one epoch after the warm-up took {row.epoch_seconds:.1f} s."
     )
 
 

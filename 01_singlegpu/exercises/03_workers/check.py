@@ -50,26 +50,27 @@ WRONG = [
 NUMBERS = ("0", "1", "2", "4")
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = int(answers.word("prediction", *NUMBERS))
-    runs = {int(n): mine.row(loader="workers", workers_per_loader=int(n)) for n in NUMBERS}
-    resident = mine.row(loader="resident")
+    runs = {int(n): workspace.row(loader="workers", workers_per_loader=int(n)) for n in NUMBERS}
+    resident = workspace.row(loader="resident")
     for run in runs.values():
         check_alike(resident, run)
     speeds = {n: run.images_per_s for n, run in runs.items()}
     best = max(speeds, key=speeds.get)
     # Within the spread of the epochs, and two percent, it is chance which one is ahead.
     equal = [n for n, run in runs.items() if run.fastest >= 0.98 * runs[best].slowest]
-    given = int(answers.word("best", *NUMBERS))
-    if given not in equal:
+    answer = int(answers.word("best", *NUMBERS))
+    if answer not in equal:
         raise Wrong(
-            f"`best = {given}` trains {speeds[given]:,.0f} images/s, but another number {speeds[best]:,.0f}."
+            f"`best = {answer}` trains {speeds[answer]:,.0f} images/s, but another number "
+            f"{speeds[best]:,.0f}."
         )
-    share = 100 * speeds[given] / resident.images_per_s
+    share = 100 * speeds[answer] / resident.images_per_s
     if share > 110:
         raise Wrong(
-            f"`best = {given}` has {share:.0f} % of the resident run's speed, which no loader can have: "
+            f"`best = {answer}` has {share:.0f} % of the resident run's speed, which no loader can have: "
             "another program used the machine meanwhile. `reset`, and measure again, or take `recorded` runs."
         )
     percent = answers.number("percent")

@@ -52,31 +52,34 @@ WRONG = [
     ("answers.txt", "why = steps", "why = images", "the same images"),
     ("answers.txt", "why = steps", "why = seconds", "does not learn from time"),
 ]
-BATCHES, TARGET = ("64", "256", "1024"), 97
+BATCHES = ("64", "256", "1024")
+TARGET_PERCENT = 97  # of the test images
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.word("prediction", *BATCHES)
-    runs = {batch: mine.row(TARGET, loader="resident", global_batch=int(batch)) for batch in BATCHES}
+    runs = {
+        batch: workspace.row(TARGET_PERCENT, loader="resident", global_batch=int(batch)) for batch in BATCHES
+    }
     for run in runs.values():
         check_alike(runs["64"], run, "global_batch", "images")
     reached = {batch: run.target_s for batch, run in runs.items() if run.target_s > 0}
     if not reached:
-        raise Wrong(f"No run has reached {TARGET} %: give all three runs the same larger --epochs.")
+        raise Wrong(f"No run has reached {TARGET_PERCENT} %: give all three runs the same larger --epochs.")
 
-    given = answers.word("highest_throughput", *BATCHES)
-    if runs[given].fastest < max(run.slowest for run in runs.values()):
-        raise Wrong(f"`highest_throughput = {given}`: another batch is faster. See the column images/s.")
-    given = answers.word("highest_accuracy", *BATCHES)
-    if runs[given].test_accuracy < max(run.test_accuracy for run in runs.values()):
-        raise Wrong(f"`highest_accuracy = {given}`: another batch ends with more. See the column acc. %.")
-    given = answers.word("first_at_97", *BATCHES)
+    answer = answers.word("highest_throughput", *BATCHES)
+    if runs[answer].fastest < max(run.slowest for run in runs.values()):
+        raise Wrong(f"`highest_throughput = {answer}`: another batch is faster. See the column images/s.")
+    answer = answers.word("highest_accuracy", *BATCHES)
+    if runs[answer].test_accuracy < max(run.test_accuracy for run in runs.values()):
+        raise Wrong(f"`highest_accuracy = {answer}`: another batch ends with more. See the column acc. %.")
+    answer = answers.word("first_at_97", *BATCHES)
     # Where epochs are short, the start of the process decides: so the seconds of training alone count, too.
     soonest = {min(reached, key=lambda batch: runs[batch][by]) for by in ("target_s", "target_train_s")}
-    if given not in soonest:
-        took = f"takes {reached[given]:.0f} s from its start" if given in reached else "never reaches it"
-        raise Wrong(f"`first_at_97 = {given}` {took}; another batch takes {min(reached.values()):.0f} s.")
+    if answer not in soonest:
+        took = f"takes {reached[answer]:.0f} s from its start" if answer in reached else "never reaches it"
+        raise Wrong(f"`first_at_97 = {answer}` {took}; another batch takes {min(reached.values()):.0f} s.")
     for batch in ("64", "1024"):
         _check_steps(answers.number(f"steps_{batch}"), batch, int(runs[batch].images))
     why = answers.word("why", "images", "steps", "seconds")
@@ -95,22 +98,23 @@ def check(mine: Workspace) -> str:
         for batch, run in runs.items()
     )
     return (
-        f"{table}\nYou expected {prediction} to be first; it is {given}. With a large batch, the same number "
+        f"{table}\nYou expected {prediction} to be first; it is {answer}. With a large batch, the same "
+        "number "
         "of epochs has fewer steps. So images/s alone does not show which setting is better; the seconds to "
         "an accuracy do. More GPUs make the global batch large, and stage 03 shows what the learning rate "
         "can do about that."
     )
 
 
-def _check_steps(given: float, batch: str, images: int) -> None:
+def _check_steps(answer: float, batch: str, images: int) -> None:
     steps = images // int(batch)
-    if given == steps:
+    if answer == steps:
         return
-    if given == images:
-        raise Wrong(f"`steps_{batch} = {given:g}` are the images of an epoch, not its steps.")
-    if given == steps + 1 or int(given) == steps:
-        raise Wrong(f"`steps_{batch} = {given:g}`: the last batch is dropped if it is not full.")
+    if answer == images:
+        raise Wrong(f"`steps_{batch} = {answer:g}` are the images of an epoch, not its steps.")
+    if answer == steps + 1 or int(answer) == steps:
+        raise Wrong(f"`steps_{batch} = {answer:g}`: the last batch is dropped if it is not full.")
     raise Wrong(
-        f"`steps_{batch} = {given:g}`: divide the number of images (--train-size) by the batch, and round "
+        f"`steps_{batch} = {answer:g}`: divide the number of images (--train-size) by the batch, and round "
         "down. The recorded runs have 10,000 images."
     )

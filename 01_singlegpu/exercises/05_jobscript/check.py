@@ -94,31 +94,32 @@ WRONG = [
 ]
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.word("prediction", "terminal", "file")
     ignored = answers.word("ignored", "name", "nodes", "memory", "time")
-    text = mine.text(JOB)
-    content = (mine.folder / JOB).read_bytes()
+    text = workspace.text(JOB)
+    content = (workspace.folder / JOB).read_bytes()
     if not content.startswith(b"#!/bin/bash\n") or b"\r" in content or b"\0" in content:
         raise Wrong(
             f"mine/{JOB} begins with the line #!/bin/bash, and no line ends as in Windows: sbatch refuses it."
         )
     _check_lines(text.splitlines())
     options = requested(text)
-    _check_options(options, mine.folder.parents[2])
+    _check_options(options, workspace.folder.parents[2])
     _check_commands(
-        mine.folder / JOB, options["cpus-per-task"], re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "))
+        workspace.folder / JOB, options["cpus-per-task"], re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "))
     )
     _check_rest(text)
     if ignored != "memory":
         raise Wrong(
             f"`ignored = {ignored}`: Slurm reads that line of the starter. `reset` shows the starter again."
         )
-    stage = mine.folder.parents[2]
+    stage = workspace.folder.parents[2]
     right = "as you expected" if prediction == "file" else "not to the terminal"
     return (
-        f"The script keeps every rule. {ask_slurm(mine.folder / JOB, stage)} The output goes into the file "
+        f"The script keeps every rule. {ask_slurm(workspace.folder / JOB, stage)} The output goes into the "
+        "file "
         f"that --output names, {right}: sbatch returns before the job begins. {_log(options, stage)}"
     )
 
@@ -185,7 +186,8 @@ def _check_options(options: dict[str, str], stage: Path) -> None:
         raise Wrong(
             f"--output={options['output']}: every job would write into the same log. %j is the job's number."
         )
-    if not (stage / (folder := Path(options["output"]).parent)).is_dir():
+    folder = Path(options["output"]).parent
+    if not (stage / folder).is_dir():
         raise Wrong(f"There is no folder {folder}: a job whose log cannot be written fails without a word.")
 
 
@@ -196,9 +198,10 @@ def _check_commands(path: Path, cpus: str, commands: str) -> None:
         raise Wrong(
             f"mine/{JOB}: bash cannot read it: {syntax.stderr.strip().splitlines()[0].partition(': ')[2]}"
         )
-    if own := re.search(r"((/home|/users|/root|\$HOME)\b|~/)\S*", commands, re.IGNORECASE):
+    home = re.search(r"((/home|/users|/root|\$HOME)\b|~/)\S*", commands, re.IGNORECASE)
+    if home:
         raise Wrong(
-            f"mine/{JOB}: {own[0]} is in one user's home. The variables of job_env.sh work on every site."
+            f"mine/{JOB}: {home[0]} is in one user's home. The variables of job_env.sh work on every site."
         )
     flags = " ".join(re.findall(r"^set (.*)", commands.partition("\nsrun")[0], re.MULTILINE))
     if not all(re.search(flag, flags) for flag in (r"-\w*e|errexit", r"-\w*u|nounset", "pipefail")):
@@ -209,22 +212,23 @@ def _check_commands(path: Path, cpus: str, commands: str) -> None:
     starts = re.findall(r"^srun\b(.*)", commands, re.MULTILINE)
     if not starts:
         raise Wrong(f"mine/{JOB}: no line begins with srun, so Slurm does not start the training as a task.")
-    given, _, site = starts[-1].partition('"${SITE_SRUN_ARGS')
-    passed = re.search(r"\s(?:--cpus-per-task|-c)[= ]*(\S+)", given)
+    srun_options, _, site = starts[-1].partition('"${SITE_SRUN_ARGS')
+    passed = re.search(r"\s(?:--cpus-per-task|-c)[= ]*(\S+)", srun_options)
     if not passed:
         raise Wrong(
             f"mine/{JOB}: with Slurm 22.05 to 23.02 srun does not take over --cpus-per-task from #SBATCH, so "
             "the training gets only one core."
         )
-    if (number := passed[1].strip('"')) != cpus and not re.fullmatch(
-        r"\$\{?SLURM_CPUS_PER_TASK(:-\d+)?\}?", number
-    ):
+    number = passed[1].strip('"')
+    is_variable = re.fullmatch(r"\$\{?SLURM_CPUS_PER_TASK(:-\d+)?\}?", number)
+    if number != cpus and not is_variable:
         raise Wrong(
             f"mine/{JOB}: srun starts the training with {number} core(s), and #SBATCH asks for {cpus}. Pass "
             "on $SLURM_CPUS_PER_TASK."
         )
-    if site and (more := given.replace(passed[0], "").strip()):
-        raise Wrong(f"mine/{JOB}: leave `{more}` out: srun takes all but the cores from #SBATCH.")
+    other_options = srun_options.replace(passed[0], "").strip()
+    if site and other_options:
+        raise Wrong(f"mine/{JOB}: leave `{other_options}` out: srun takes all but the cores from #SBATCH.")
     if re.search(r"\|\||(?<!&)&\s*$", starts[-1]):
         raise Wrong(
             f"mine/{JOB}: the script has to wait for srun, and end with its exit code: no & and no || there."
@@ -239,9 +243,10 @@ def _check_rest(text: str) -> None:
 
 
 def _log(options: dict[str, str], stage: Path) -> str:
-    name = glob.escape(options["output"]).replace("%x", options.get("job-name", "*"))
-    name, place = re.sub("(%j)+", "[0-9]*", name), Path("/") if name.startswith("/") else stage
-    logs = [log for log in place.glob(name.strip("/") or "*") if log.is_file()]
+    pattern = glob.escape(options["output"]).replace("%x", options.get("job-name", "*"))
+    pattern = re.sub("(%j)+", "[0-9]*", pattern)
+    folder = Path("/") if pattern.startswith("/") else stage
+    logs = [log for log in folder.glob(pattern.strip("/") or "*") if log.is_file()]
     logs.sort(key=lambda log: log.stat().st_mtime)
     if not logs:
         return "Submit it now, if you have a cluster."

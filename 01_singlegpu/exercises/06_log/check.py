@@ -47,11 +47,14 @@ WRONG = [
     ("answers.txt", "why = memory", "why = time", "30 minutes"),
     ("answers.txt", "why = memory", "why = user", "first line"),
 ]
-SPEEDS, SECONDS, CPU_SECONDS, MEGABYTES = (154, 227, 130), 139, 91.4, 808
+IMAGES_PER_S = (154, 227, 130)  # of the three epochs of job 3
+ELAPSED_SECONDS = 139
+CPU_SECONDS = 91.4
+MEGABYTES = 808
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
     _check_speed(answers.number("images_per_s"))
     _check_cores(answers.number("busy_cores"))
@@ -66,7 +69,8 @@ def check(mine: Workspace) -> str:
     if why != "memory":
         raise Wrong(f"`why = {why}`: read the first line of job-4.txt that begins with slurmstepd.")
     return (
-        f"Job 3 kept {CPU_SECONDS / SECONDS:.2f} of its 2 cores busy; you expected {prediction:g}. The "
+        f"Job 3 kept {CPU_SECONDS / ELAPSED_SECONDS:.2f} of its 2 cores busy; you expected {prediction:g}. "
+        "The "
         "machine had other work, so the training was slow. On a cluster, where the cores are yours alone, "
         "the same numbers mean that the training waits: for a loader, a disk, or a GPU. Job 4 had asked for "
         f"600 MB, but the training takes {MEGABYTES}. Signal 9 cannot be caught: the process ends without a "
@@ -75,40 +79,41 @@ def check(mine: Workspace) -> str:
     )
 
 
-def _check_speed(given: float) -> None:
-    _, *steady = SPEEDS
-    if is_close(given, sum(steady) / 2):
+def _check_speed(answer: float) -> None:
+    _, *steady = IMAGES_PER_S
+    if is_close(answer, sum(steady) / 2):
         return
-    if is_close(given, sum(SPEEDS) / 3) or is_close(given, SPEEDS[0]):
-        raise Wrong(f"`images_per_s = {given:g}` includes the first epoch, which is the warm-up.")
-    raise Wrong(f"`images_per_s = {given:g}`: take the median of epochs 2 and 3, which is their mean.")
+    if is_close(answer, sum(IMAGES_PER_S) / 3) or is_close(answer, IMAGES_PER_S[0]):
+        raise Wrong(f"`images_per_s = {answer:g}` includes the first epoch, which is the warm-up.")
+    raise Wrong(f"`images_per_s = {answer:g}`: take the median of epochs 2 and 3, which is their mean.")
 
 
-def _check_cores(given: float) -> None:
-    true = CPU_SECONDS / SECONDS
-    if is_close(given, true, 0.05):
+def _check_cores(answer: float) -> None:
+    true = CPU_SECONDS / ELAPSED_SECONDS
+    if is_close(answer, true, 0.05):
         return
-    if is_close(given, 1 / true, 0.05):
-        raise Wrong(f"`busy_cores = {given:g}` is upside down: divide the CPU's seconds by the clock's.")
-    if is_close(given, true / 2, 0.05):
-        raise Wrong(f"`busy_cores = {given:g}` is the share of the two cores: how many cores is that?")
-    if given == 2:
+    if is_close(answer, 1 / true, 0.05):
+        raise Wrong(f"`busy_cores = {answer:g}` is upside down: divide the CPU's seconds by the clock's.")
+    if is_close(answer, true / 2, 0.05):
+        raise Wrong(f"`busy_cores = {answer:g}` is the share of the two cores: how many cores is that?")
+    if answer == 2:
         raise Wrong(
             "`busy_cores = 2` is what the job was given (AllocCPUS). How long did it compute (TotalCPU)?"
         )
     raise Wrong(
-        f"`busy_cores = {given:g}`: divide TotalCPU by Elapsed, both in seconds. 01:31.435 is in minutes and "
+        f"`busy_cores = {answer:g}`: divide TotalCPU by Elapsed, both in seconds. 01:31.435 is in minutes "
+        "and "
         "seconds."
     )
 
 
-def _check_memory(given: float) -> None:
-    if is_close(given, MEGABYTES, 0.04):
+def _check_memory(answer: float) -> None:
+    if is_close(answer, MEGABYTES, 0.04):
         return
-    if is_close(given, 4.9, 0.05):
-        raise Wrong(f"`memory_mb = {given:g}` is that of the job script (3.batch); the training is 3.1.")
-    if 7000 < given < 9000:
+    if is_close(answer, 4.9, 0.05):
+        raise Wrong(f"`memory_mb = {answer:g}` is that of the job script (3.batch); the training is 3.1.")
+    if 7000 < answer < 9000:
         raise Wrong(
-            f"`memory_mb = {given:g}` is what the job asked for (ReqMem). How much did it use (MaxRSS)?"
+            f"`memory_mb = {answer:g}` is what the job asked for (ReqMem). How much did it use (MaxRSS)?"
         )
-    raise Wrong(f"`memory_mb = {given:g}`: take the MaxRSS of 3.1; 1,000K is about one MB.")
+    raise Wrong(f"`memory_mb = {answer:g}`: take the MaxRSS of 3.1; 1,000K is about one MB.")

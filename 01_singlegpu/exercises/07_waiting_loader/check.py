@@ -77,7 +77,10 @@ WRONG = [
     ("runs/*a59c7524.csv", "T10:02:19Z", "T10:01:19Z", "is not cured"),
     ("runs/*a59c7524.csv", ",8,297578,", ",16,297578,", "differ in width"),
 ]
-WAITS, CURED = 30, 25  # seconds of 100: a run that waits for its loader has more, and a cured one less
+# Of 100 seconds: a run that waits for its loader waits for more than this,
+WAITING_SECONDS = 30
+# and one that is cured for less than this.
+CURED_SECONDS = 25
 
 
 class Watched(NamedTuple):
@@ -90,11 +93,11 @@ class Watched(NamedTuple):
     kinds: list[str]
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
-    first, cured = _two([_watched(path) for path in sorted(mine.folder.glob("runs/*.csv"))])
-    _check_images(mine, cured.row["loader"])
+    first, cured = _two([_watched(path) for path in sorted(workspace.folder.glob("runs/*.csv"))])
+    _check_images(workspace, cured.row["loader"])
     _check_answers(answers, first, cured)
     place = "first" if first.kinds[0] == "waiting_for_loader" else "and not as the worst"
     return (
@@ -108,7 +111,8 @@ def check(mine: Workspace) -> str:
 
 
 def _watched(path: Path) -> Watched:
-    rows, of_ranks = records.read(path), records.read_ranks(path)
+    rows = records.read(path)
+    of_ranks = records.read_ranks(path)
     counted = {row["epoch"] for row in rows if not row["warmup"]}
     if not counted:
         raise Wrong(
@@ -134,8 +138,9 @@ def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
     if not runs:
         raise Wrong("There are no runs in mine/runs yet: run the commands of the README, or take `recorded`.")
     runs = sorted(runs, key=lambda run: run.row["started_at"])
-    first, cured = max(runs, key=lambda run: run.waited), runs[-1]
-    if first.waited < WAITS:
+    first = max(runs, key=lambda run: run.waited)
+    cured = runs[-1]
+    if first.waited < WAITING_SECONDS:
         raise Wrong(
             f"None of your runs waits for more than {first.waited:.0f} seconds of 100. The first run is the "
             "starter's, with --loader workers --num-workers 1."
@@ -146,7 +151,7 @@ def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
             "it was too short, give it more --epochs."
         )
     check_alike(first.row, cured.row)
-    if cured.waited >= CURED or cured.waited > first.waited / 2:
+    if cured.waited >= CURED_SECONDS or cured.waited > first.waited / 2:
         raise Wrong(
             f"Your newest run waits for {cured.waited:.0f} seconds of 100, and the first for "
             f"{first.waited:.0f}: that is not cured. More workers take more cores. What is done for each "
@@ -155,7 +160,7 @@ def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
     return first, cured
 
 
-def _check_images(mine: Workspace, loader: str) -> None:
+def _check_images(workspace: Workspace, loader: str) -> None:
     """Check that the network gets the same images as from the starter, by the loader of the cured run."""
     import torch
 
@@ -165,7 +170,7 @@ def _check_images(mine: Workspace, loader: str) -> None:
     brightness = torch.tensor([40, 80, 120, 250]).view(4, 1, 1, 1)
     images = (torch.rand(4, 1, 28, 28, generator=random) * brightness).to(torch.uint8)
     labels = torch.zeros(4, dtype=torch.int64)
-    split = mine.module("training.py").my_images(
+    split = workspace.module("training.py").my_images(
         InMemoryDataset("mnist", images, labels, normalize, normalize_one)
     )
     if loader == "resident":
@@ -188,25 +193,28 @@ def _check_images(mine: Workspace, loader: str) -> None:
 
 def _check_answers(answers: Answers, first: Watched, cured: Watched) -> None:
     for name, run, other in (("waited", first, cured), ("waits", cured, first)):
-        given = answers.number(name)
-        if abs(given - run.waited) <= max(1.0, 0.05 * run.waited):
+        answer = answers.number(name)
+        if abs(answer - run.waited) <= max(1.0, 0.05 * run.waited):
             continue
         hint = "take 100 x data_seconds / train_seconds, of the epochs after the warm-up."
-        if is_close(given, 100 - run.waited, 0.03):
+        if is_close(answer, 100 - run.waited, 0.03):
             hint = "for so long it trained. For how long did it wait?"
-        if is_close(given, other.waited, 0.03):
+        if is_close(answer, other.waited, 0.03):
             hint = "that is the other run."
-        if is_close(given, run.waited / 100, 0.1):
+        if is_close(answer, run.waited / 100, 0.1):
             hint = "give the seconds of 100, so in percent."
-        raise Wrong(f"`{name}` is not {given:g}: {hint}")
-    given, times = answers.number("times"), cured.speed / first.speed
-    if not is_close(given, times, 0.05):
-        hint = "That is upside down." if is_close(given, 1 / times, 0.05) else "Divide the images/s."
-        raise Wrong(f"`times` is not {given:g}. {hint}")
+        raise Wrong(f"`{name}` is not {answer:g}: {hint}")
+    answer = answers.number("times")
+    times = cured.speed / first.speed
+    if not is_close(answer, times, 0.05):
+        hint = "That is upside down." if is_close(answer, 1 / times, 0.05) else "Divide the images/s."
+        raise Wrong(f"`times` is not {answer:g}. {hint}")
     each = first.speed / max(first.row["workers_per_loader"], 1)
-    given, needed = answers.number("workers"), cured.speed / each
-    if not math.floor(0.95 * needed) <= given <= math.ceil(1.05 * needed):
+    answer = answers.number("workers")
+    needed = cured.speed / each
+    if not math.floor(0.95 * needed) <= answer <= math.ceil(1.05 * needed):
         raise Wrong(
-            f"`workers` is not {given:g}: one of them prepares {each:,.0f} images/s, as the first run shows, "
+            f"`workers` is not {answer:g}: one of them prepares {each:,.0f} images/s, as the first run "
+            "shows, "
             f"in which it was never idle. The cured training needs {cured.speed:,.0f}."
         )

@@ -51,8 +51,8 @@ EAGER = {64: "launch_bound_64_tf32", 1024: "batch_1024_bf16"}
 CAPTURED = {64: "captured_64_tf32", 1024: "captured_1024_bf16"}
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.word("prediction", *map(str, EAGER))
     for batch in EAGER:
         _check_step(answers, batch)
@@ -82,50 +82,51 @@ def _speed(trace: str) -> float:
 
 
 def _check_step(answers: Answers, batch: int) -> None:
-    name, given = f"step_{batch}", answers.number(f"step_{batch}")
+    name = f"step_{batch}"
+    answer = answers.number(f"step_{batch}")
     evidence = _evidence(EAGER[batch])
     busy = evidence.power.utilisation_percent
     step = 1000 * evidence.step_seconds
-    if is_close(given, step * busy / 100, 0.06):
+    if is_close(answer, step * busy / 100, 0.06):
         return
     hint = "multiply the milliseconds of a step by the share of the time in which a kernel runs."
-    if is_close(given, step - step * busy / 100, 0.03):
+    if is_close(answer, step - step * busy / 100, 0.03):
         hint = "that is the length of the gaps. How long do kernels run?"
-    elif is_close(given, step, 0.03):
+    elif is_close(answer, step, 0.03):
         hint = "that is the step as it is, with its gaps."
-    raise Wrong(f"`{name}` is not {given:g}: {hint}")
+    raise Wrong(f"`{name}` is not {answer:g}: {hint}")
 
 
 def _check_gain(answers: Answers, batch: int, gain: float, other: float) -> None:
-    given = answers.number(f"gain_{batch}")
-    if is_close(given, gain, 0.06):
+    answer = answers.number(f"gain_{batch}")
+    if is_close(answer, gain, 0.06):
         return
     hint = "divide the images/s of the captured training by those of the eager one."
-    if is_close(given, 1 / gain, 0.06):
+    if is_close(answer, 1 / gain, 0.06):
         hint = "that is upside down."
-    elif is_close(given, other, 0.06):
+    elif is_close(answer, other, 0.06):
         hint = "that is the gain of the other batch."
-    raise Wrong(f"`gain_{batch}` is not {given:g}: {hint}")
+    raise Wrong(f"`gain_{batch}` is not {answer:g}: {hint}")
 
 
 def _check_power(answers: Answers) -> None:
-    given = answers.number("power_64")
+    answer = answers.number("power_64")
     power = _evidence(CAPTURED[64]).power
-    if is_close(given, 100 * power.power_w / power.limit_w, 0.04):
+    if is_close(answer, 100 * power.power_w / power.limit_w, 0.04):
         return
     hint = "divide the watts by the limit, times 100."
-    if is_close(given, power.power_w, 0.03):
+    if is_close(answer, power.power_w, 0.03):
         hint = "that is in watts."
-    elif is_close(given, power.utilisation_percent, 0.03):
+    elif is_close(answer, power.utilisation_percent, 0.03):
         hint = "that is its utilisation."
-    raise Wrong(f"`power_64` is not {given:g}: {hint}")
+    raise Wrong(f"`power_64` is not {answer:g}: {hint}")
 
 
-def _check_next(given: str) -> None:
-    if given == "nothing":
+def _check_next(answer: str) -> None:
+    if answer == "nothing":
         raise Wrong(
             "`next = nothing`: the GPU leaves two thirds of its power unused. What gives each kernel more "
             "work?"
         )
-    if given == "graph":
+    if answer == "graph":
         raise Wrong("`next = graph`: at 98 % utilisation, there are no gaps left that a graph could remove.")

@@ -80,9 +80,10 @@ def other() -> nn.Module:
     return nn.Sequential(OrderedDict(module=nn.Linear(2, 3), submodule=nn.BatchNorm1d(3)))
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
-    program, network = mine.module("wrap.py"), other()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
+    program = workspace.module("wrap.py")
+    network = other()
     wrapped = program.wrap(network)
     if not isinstance(wrapped, nn.DataParallel):
         raise Wrong(f"`wrap` still returns a plain {type(wrapped).__name__}, without a wrapper.")

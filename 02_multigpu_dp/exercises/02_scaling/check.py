@@ -90,27 +90,30 @@ EPOCHS = [
 ]
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
-    _formulas(mine.module("scaling.py"))
-    with_gpus = len(mine.table().query("stage == 'dp' and devices == 2"))
-    one, one_256 = (mine.row(stage="single", global_batch=batch) for batch in (128, 256))
+    _formulas(workspace.module("scaling.py"))
+    with_gpus = len(workspace.table().query("stage == 'dp' and devices == 2"))
+    one_device, one_device_256 = (workspace.row(stage="single", global_batch=batch) for batch in (128, 256))
     stage = "dp" if with_gpus else "dp-by-hand"
-    two, weak = (mine.row(stage=stage, devices=2, global_batch=batch) for batch in (128, 256))
-    for row in (two, weak):
+    two_devices, two_devices_256 = (
+        workspace.row(stage=stage, devices=2, global_batch=batch) for batch in (128, 256)
+    )
+    for row in (two_devices, two_devices_256):
         if row.why:
             raise Wrong(
                 f"Two devices with batch {row.global_batch} have nothing to be compared with: {row.why}."
             )
-    if not weak.weak_efficiency > 0:
+    if not two_devices_256.weak_efficiency > 0:
         raise Wrong("One device with 128 and two with 256 differ in more than the batch: see the commands.")
-    if one.epochs != two.epochs:
+    if one_device.epochs != two_devices.epochs:
         raise Wrong(
             "The runs with batch 128 have different numbers of epochs, so you cannot compare their total "
             "times."
         )
-    alone, shorter = one_256.images_per_s / one.images_per_s, one.elapsed_s / two.elapsed_s
+    alone = one_device_256.images_per_s / one_device.images_per_s
+    shorter = one_device.elapsed_s / two_devices.elapsed_s
     if not is_close(answers.number("batch_alone"), alone):
         raise Wrong(
             f"batch_alone is not {answers['batch_alone']}. Divide the images/s in the two lines of one "
@@ -126,23 +129,25 @@ def check(mine: Workspace) -> str:
         raise Wrong(
             "full_device: in strong scaling, the two devices share the 128 images, 64 each: neither is full."
         )
-    truth = "epoch" if two.speedup > shorter else "run"
+    truth = "epoch" if two_devices.speedup > shorter else "run"
     if answers.word("shrinks_more", "epoch", "run") != truth:
         raise Wrong(
-            f"shrinks_more: an epoch's training is {two.speedup:.2f} times as fast, the whole run "
+            f"shrinks_more: an epoch's training is {two_devices.speedup:.2f} times as fast, the whole run "
             f"{shorter:.2f} times. The run also has its start and the tests."
         )
     busy = ""
-    if not with_gpus and two.speedup < 1:
+    if not with_gpus and two_devices.speedup < 1:
         busy = (
             " Two devices slower than one: if other programs used the cores meanwhile, run it again, or take "
             "`recorded` runs."
         )
     return (
-        f"Strong scaling with batch 128: {two.speedup:.2f} times, efficiency {two.efficiency:.0%}; you "
+        f"Strong scaling with batch 128: {two_devices.speedup:.2f} times, efficiency "
+        f"{two_devices.efficiency:.0%}; you "
         f"predicted {prediction:g} times. The whole run became {shorter:.2f} times as fast: what is not "
         "split, such as the start, or the tests of by_hand.py, takes as long as before. Weak scaling gives "
-        f"{2 * weak.weak_efficiency:.2f} times the images/s, efficiency {weak.weak_efficiency:.0%}. It is "
+        f"{2 * two_devices_256.weak_efficiency:.2f} times the images/s, efficiency "
+        f"{two_devices_256.weak_efficiency:.0%}. It is "
         "fair if the batch may grow, but it is not the same training in less time: look at the accuracy "
         f"column, too.{busy}"
     )
@@ -195,19 +200,19 @@ def _formulas(program: object) -> None:
 
 def _try(name: str, function: object, values: tuple, right: float, hints: dict[float, str]) -> None:
     try:
-        given = function(*values)
+        answer = function(*values)
     except TypeError as error:
         if "llipsis" in str(error):  # median(...)
-            given = ...
+            answer = ...
         else:
             raise
-    if given is ...:
+    if answer is ...:
         raise Wrong(f"`{name}` in mine/scaling.py is still a gap `...`.")
-    if not isinstance(given, (int, float)):
-        raise Wrong(f"`{name}` in mine/scaling.py returns {given!r}, not a number.")
+    if not isinstance(answer, (int, float)):
+        raise Wrong(f"`{name}` in mine/scaling.py returns {answer!r}, not a number.")
     for wrong, hint in hints.items():
-        if is_close(given, wrong, 0.001):
+        if is_close(answer, wrong, 0.001):
             raise Wrong(f"`{name}`: {hint}.")
-    if not is_close(given, right, 0.001):
+    if not is_close(answer, right, 0.001):
         of = "a made-up run" if values[0] is EPOCHS else ", ".join(map(str, values))
-        raise Wrong(f"`{name}` of {of} is {given:g} and should be {right:g}.")
+        raise Wrong(f"`{name}` of {of} is {answer:g} and should be {right:g}.")

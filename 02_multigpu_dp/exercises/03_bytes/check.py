@@ -86,18 +86,22 @@ WRONG = [
 ]  # fmt: skip
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
-    prediction, program = answers.number("prediction"), mine.module("traffic.py")
-    for kind, right in ((torch.float32, 60), (torch.float64, 120)):
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
+    prediction = answers.number("prediction")
+    program = workspace.module("traffic.py")
+    for kind, expected in ((torch.float32, 60), (torch.float64, 120)):
         hints = {
             15: "these are numbers, not bytes",
             60: "a float64 has 8 bytes, not 4: ask the tensor",
         }
-        _right(program.bytes_of, (torch.zeros(3, 5, dtype=kind),), right, hints)
-    weights, images, outputs = 1000, 210, 77
+        _right(program.bytes_of, (torch.zeros(3, 5, dtype=kind),), expected, hints)
+    weights = 1000
+    images = 210
+    outputs = 77
     for gpus in (3, 2, 5):
-        part, more = (gpus - 1) / gpus, gpus - 1
+        part = (gpus - 1) / gpus
+        more = gpus - 1
         everything = more * weights + part * (images + outputs)
         hints = {
             gpus * weights + part * (images + outputs): "the first GPU sends to the others, not to itself",
@@ -123,16 +127,17 @@ def check(mine: Workspace) -> str:
     return _judge(answers, prediction)
 
 
-def _right(count: Callable, of: tuple, right: float, hints: dict[float, str]) -> None:
-    name, given = count.__name__, count(*of)
-    if given is ...:
+def _right(count: Callable, of: tuple, expected: float, hints: dict[float, str]) -> None:
+    name = count.__name__
+    answer = count(*of)
+    if answer is ...:
         raise Wrong(f"`{name}` in mine/traffic.py is still a gap `...`.")
-    if not isinstance(given, (int, float)):
-        raise Wrong(f"`{name}` in mine/traffic.py returns {given!r}, not a number.")
-    if not is_close(given, right, 0.001):
-        hint = next((hint for wrong, hint in hints.items() if is_close(given, wrong, 0.001)), "count again")
-        what = f"({', '.join(map(str, of))})" if len(of) > 1 else " of a tensor of 15 numbers"
-        raise Wrong(f"`{name}`{what} is {given:g} and should be {right:g}: {hint}.")
+    if not isinstance(answer, (int, float)):
+        raise Wrong(f"`{name}` in mine/traffic.py returns {answer!r}, not a number.")
+    if not is_close(answer, expected, 0.001):
+        hint = next((hint for wrong, hint in hints.items() if is_close(answer, wrong, 0.001)), "count again")
+        arguments = f"({', '.join(map(str, of))})" if len(of) > 1 else " of a tensor of 15 numbers"
+        raise Wrong(f"`{name}`{arguments} is {answer:g} and should be {expected:g}: {hint}.")
 
 
 def _judge(answers: dict[str, str], prediction: float) -> str:

@@ -72,7 +72,9 @@ WRONG = [
     ("who.py", "return local_rank", "return rank // 2", "in the first job"),
     ("who.py", "int(environment[name])", "environment[name]", "whole numbers"),
 ]  # fmt: skip
-BLOCK, CYCLIC = [0, 1, 0, 1], [0, 0, 1, 1]  # the local rank of each rank, in the two jobs of ranks.txt
+# The local rank of each rank, in the two jobs of ranks.txt.
+BLOCK = [0, 1, 0, 1]
+CYCLIC = [0, 0, 1, 1]
 
 
 def torchrun(rank: int, local_rank: int) -> dict[str, str]:
@@ -91,8 +93,8 @@ def srun(rank: int, local_rank: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
     if answers.number("world_size") != 4:
         raise Wrong("`world_size` counts all processes of the job, not only those of one node: SLURM_NTASKS.")
@@ -110,7 +112,7 @@ def check(mine: Workspace) -> str:
         )
     if answers.number("without_srun") != 1:
         raise Wrong("`without_srun`: the batch script is one process. Only srun starts the others.")
-    who = mine.module("who.py")
+    who = workspace.module("who.py")
     for launcher, local_ranks in ((torchrun, BLOCK), (srun, BLOCK), (srun, CYCLIC)):
         check_names(who.who_am_i, launcher, local_ranks)
     if who.who_am_i({}) != (0, 0, 1):
@@ -137,8 +139,8 @@ def check_names(who_am_i: Callable, launcher: Callable, local_ranks: list[int]) 
         places = [who_am_i(launcher(rank, local_rank)) for rank, local_rank in enumerate(local_ranks)]
         ranks, locals_, sizes = zip(*places, strict=True)
     except KeyError as error:
-        what = "there is a gap" if error.args == ("?",) else f"{name} sets no variable {error}"
-        raise Wrong(f"mine/who.py, started by {name}: {what}.") from None
+        reason = "there is a gap" if error.args == ("?",) else f"{name} sets no variable {error}"
+        raise Wrong(f"mine/who.py, started by {name}: {reason}.") from None
     except (TypeError, ValueError) as error:
         raise Wrong(
             f"mine/who.py, started by {name}: `who_am_i` has to return three whole numbers ({error})."

@@ -51,8 +51,8 @@ SOLUTION = {
 +from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, random_split
 @@
 -    os.environ["MASTER_ADDR"] = "localhost"
--    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+-    rank = int(os.environ["LOCAL_RANK"])
++    rank = int(os.environ["RANK"])
 @@
 +    own_random = torch.Generator().manual_seed(SEED)  # the same on every rank
      sizes = [len(images) - validation, validation]
@@ -101,19 +101,22 @@ SOLUTION = {
 ''',
 }
 STARTS_WITH = "`prediction`"
-SCRIPT, BATCH, IMAGES, SLOW = "broken_ddp.py", 8, 32, 1  # seconds that rank 1 is late, or slower
+SCRIPT = "broken_ddp.py"
+BATCH = 8
+IMAGES = 32
+SLOW = 1  # seconds that rank 1 is late, or slower
 CLOCK = time.perf_counter  # all processes of a machine have the same
 Seen = dict[str, object]
 
 
-def check(mine: Workspace) -> str:
-    prediction = mine.answers().number("prediction")
-    program = mine.module(SCRIPT)
+def check(workspace: Workspace) -> str:
+    prediction = workspace.answers().number("prediction")
+    program = workspace.module(SCRIPT)
     ranks = in_ranks(lambda rank, size: behave(program, rank), size=2)
     symptoms = [bug(ranks) for bug in BUGS]
-    found = [symptom for symptom in symptoms if symptom]
-    if found:
-        raise Wrong(f"{len(BUGS) - len(found)} of {len(BUGS)} repaired. Next: {found[0]}")
+    remaining = [symptom for symptom in symptoms if symptom]
+    if remaining:
+        raise Wrong(f"{len(BUGS) - len(remaining)} of {len(BUGS)} repaired. Next: {remaining[0]}")
     return (
         f"All ten are repaired. You expected an error or a warning from {prediction:.0f} of them: on one "
         "machine none of them gave any, and the numbers looked plausible. So check what a program does: "
@@ -126,7 +129,8 @@ class Meeting:
     """Stands in for the process group, and notes who comes, and where to."""
 
     def __init__(self) -> None:
-        self.rank, self.place = -1, ""
+        self.rank = -1
+        self.place = ""
 
     def init_process_group(
         self, backend: str = "", init_method: str | None = None, rank: int = -1, **more: object
@@ -141,7 +145,8 @@ class Spy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.seen = nn.Linear(1, 10), []
+        self.linear = nn.Linear(1, 10)
+        self.seen = []
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.seen += images.flatten().int().tolist()
@@ -153,7 +158,9 @@ class Optimizer(torch.optim.SGD):
 
     def __init__(self, model: nn.Module, slow_step: int) -> None:
         super().__init__(model.parameters(), lr=0.0)
-        self.gradients, self.slow_step, self.done = [], slow_step, 0.0
+        self.gradients = []
+        self.slow_step = slow_step
+        self.done = 0.0
 
     def step(self) -> None:
         self.gradients.append(self.param_groups[0]["params"][0].grad.flatten().tolist())
@@ -175,7 +182,8 @@ class Known(nn.Module):
 
 def behave(program: ModuleType, rank: int) -> Seen:
     """Call the functions of the script in this rank, and return what they do."""
-    program.EPOCHS, program.BATCH = 2, BATCH
+    program.EPOCHS = 2
+    program.BATCH = BATCH
     numbers = torch.arange(IMAGES)
     five = numbers[:5]
     tests = [TensorDataset(five.unsqueeze(1), torch.where(five == one, five, 9)) for one in (0, 4)]
@@ -215,7 +223,8 @@ def fit(program: ModuleType, rank: int, images: TensorDataset) -> Seen:
     readings = []
     torch.manual_seed(1)
     model = DistributedDataParallel(Spy())
-    spy, steps = model.module, IMAGES // BATCH
+    spy = model.module
+    steps = IMAGES // BATCH
     optimizer = Optimizer(model, slow_step=2 * steps)
     loader = program.training_batches(images, rank, 2)
     time.sleep(SLOW * rank)
@@ -248,8 +257,12 @@ def fit(program: ModuleType, rank: int, images: TensorDataset) -> Seen:
 def save(program: ModuleType, rank: int) -> list[tuple[str, list[str]]]:
     """Return the files that this rank writes, each with the names of the weights in it."""
     files = []
+
+    def note_file(state: dict[str, object], file: object, *more: object, **options: object) -> None:
+        files.append((str(file), sorted(state)))
+
     with (
-        patch.object(torch, "save", lambda what, file, *more, **how: files.append((str(file), sorted(what)))),
+        patch.object(torch, "save", note_file),
         patch.dict(os.environ, LOCAL_RANK="0"),  # as on two nodes
     ):
         program.save(DistributedDataParallel(nn.Linear(1, 1)), rank)
@@ -257,11 +270,11 @@ def save(program: ModuleType, rank: int) -> list[tuple[str, list[str]]]:
 
 
 def wrong_rank(ranks: list[Seen]) -> str | None:
-    said = [rank for rank, _ in ranks[0]["joined"]]
-    if said.count(0) == 2:
+    printed = [rank for rank, _ in ranks[0]["joined"]]
+    if printed.count(0) == 2:
         return "On two nodes with two ranks each, two processes say that they are rank 0."
-    if said != [0, 1, 2, 3]:
-        return f"On two nodes with two ranks each, the four processes say that they are the ranks {said}."
+    if printed != [0, 1, 2, 3]:
+        return f"On two nodes with two ranks each, the four processes say that they are the ranks {printed}."
     return None
 
 
@@ -278,7 +291,8 @@ def wrong_place(ranks: list[Seen]) -> str | None:
 
 
 def wrong_split(ranks: list[Seen]) -> str | None:
-    train, validation = ranks[0]["train"], ranks[0]["validation"]
+    train = ranks[0]["train"]
+    validation = ranks[0]["validation"]
     both = set(ranks[1]["train"]) & set(validation)
     if both:
         return (
@@ -319,15 +333,17 @@ def wrong_gradient(ranks: list[Seen]) -> str | None:
 
 
 def wrong_loss(ranks: list[Seen]) -> str | None:
-    said = ranks[0]["last"]["loss"]
+    printed = ranks[0]["last"]["loss"]
     true, of_rank, of_batch = ranks[0]["losses"]
     of_batches = (of_batch + ranks[1]["losses"][2]) / 2
-    if is_close(said, true, 0.001):
+    if is_close(printed, true, 0.001):
         return None
-    what = f"The mean loss of an epoch is {true:.3f}. The script prints {said:.3f}"
-    if is_close(said, of_batch, 0.001) or is_close(said, of_batches, 0.001):
-        return f"{what}, the loss of a single batch."
-    return f"{what}, the loss of rank 0's images." if is_close(said, of_rank, 0.001) else f"{what}."
+    sentence = f"The mean loss of an epoch is {true:.3f}. The script prints {printed:.3f}"
+    if is_close(printed, of_batch, 0.001) or is_close(printed, of_batches, 0.001):
+        return f"{sentence}, the loss of a single batch."
+    return (
+        f"{sentence}, the loss of rank 0's images." if is_close(printed, of_rank, 0.001) else f"{sentence}."
+    )
 
 
 def wrong_metric(ranks: list[Seen]) -> str | None:
@@ -343,17 +359,20 @@ def wrong_metric(ranks: list[Seen]) -> str | None:
 
 
 def wrong_accuracy(ranks: list[Seen]) -> str | None:
-    for known, said, other in zip(("first", "last"), *(seen["accuracies"] for seen in ranks), strict=True):
-        if is_close(said, 20, 0.001) and said == other:
+    for known, printed, other in zip(("first", "last"), *(seen["accuracies"] for seen in ranks), strict=True):
+        if is_close(printed, 20, 0.001) and printed == other:
             continue
-        what = f"Of 5 test images, a model knows the {known}, which is 20 %. On two ranks, the script says "
-        if said != other:
+        sentence = (
+            f"Of 5 test images, a model knows the {known}, which is 20 %. On two ranks, the script says "
+        )
+        if printed != other:
             return (
-                f"{what}{said:.1f} % on one and {other:.1f} % on the other: each counts its own share only."
+                f"{sentence}{printed:.1f} % on one and {other:.1f} % on the other: each counts its own "
+                "share only."
             )
-        counted = {"33.3": "6, one of them twice", "25.0": "4", "0.0": "4"}.get(f"{said:.1f}")
+        counted = {"33.3": "6, one of them twice", "25.0": "4", "0.0": "4"}.get(f"{printed:.1f}")
         uneven = f": two ranks cannot share 5 evenly, and it looks at {counted}" if counted else ""
-        return f"{what}{said:.1f} %{uneven}."
+        return f"{sentence}{printed:.1f} %{uneven}."
     return None
 
 
@@ -393,15 +412,15 @@ BUGS = [
     wrong_rank, wrong_place, wrong_split, wrong_order, wrong_gradient, wrong_loss, wrong_metric,
     wrong_accuracy, wrong_seconds, wrong_files,
 ]  # fmt: skip
-GENERATOR, STEP = "own_random = torch.Generator()", "        optimizer.step()\n"
+GENERATOR = "own_random = torch.Generator()"
+STEP = "        optimizer.step()\n"
 EACH = "        for weights in model.parameters():\n            "
 SHARE = "range(rank, len(images), size)"
 PADDED = "list(DistributedSampler(images, size, rank, shuffle=False))"
-SAVE, WHERE = (
-    "    if rank == 0:\n        torch.save(",
-    'model.module.state_dict(), Path(__file__).with_name("',
-)
-JOIN, ADDRESS = "    rank, size = int(", '    os.environ["MASTER_ADDR"] = '
+SAVE = "    if rank == 0:\n        torch.save("
+WHERE = 'model.module.state_dict(), Path(__file__).with_name("'
+JOIN = "    rank = int("
+ADDRESS = '    os.environ["MASTER_ADDR"] = '
 WRONG = [
     (SCRIPT, '["RANK"]', '["LOCAL_RANK"]', "two processes say that they are rank 0"),
     (SCRIPT, JOIN, ADDRESS + '"localhost"\n' + JOIN, "never meet"),

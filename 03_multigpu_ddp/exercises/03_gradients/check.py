@@ -49,7 +49,8 @@ SOLUTION = {
 ''',
 }
 STARTS_WITH = "`prediction`"
-SCRIPT, REDUCE = "average.py", "dist.all_reduce(weights.grad)"
+SCRIPT = "average.py"
+REDUCE = "dist.all_reduce(weights.grad)"
 BOTH = "weights.grad)\n            weights.grad"
 WRONG = [
     (SCRIPT, "weights.grad /= dist.get_world_size()", "pass", "2.00 times that of the whole batch"),
@@ -65,10 +66,10 @@ WRONG = [
 ]  # fmt: skip
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.word("prediction", "equal", "different")
-    average = mine.module(SCRIPT).average
+    average = workspace.module(SCRIPT).average
     for size in (2, 3):
         judge(in_ranks(lambda rank, size: averaged(average, rank, size), size), size)
     if answers.number("forgot_to_divide") != 4:
@@ -90,10 +91,11 @@ def averaged(average: Callable[[nn.Module], None], rank: int, size: int) -> dict
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
-    inputs, trained = torch.randn(6, 3), list(model[1].parameters())
+    inputs = torch.randn(6, 3)
+    trained = list(model[1].parameters())
     whole = torch.autograd.grad(model(inputs).square().mean(), trained)
     model(inputs[rank::size]).square().mean().backward()
-    own = [weights.grad.clone() for weights in trained]
+    own_gradients = [weights.grad.clone() for weights in trained]
     trained[0].data += rank  # would become equal, were it averaged
     before = trained[0].detach().clone()
     try:
@@ -107,7 +109,7 @@ def averaged(average: Callable[[nn.Module], None], rank: int, size: int) -> dict
         raise
     gradients = [weights.grad for weights in trained]
     return {
-        "own": [tensor.tolist() for tensor in own],
+        "own": [tensor.tolist() for tensor in own_gradients],
         "got": [tensor.tolist() for tensor in gradients],
         "whole": [tensor.tolist() for tensor in whole],
         "weights kept": torch.equal(before, trained[0]),
@@ -124,8 +126,8 @@ def judge(ranks: list[dict[str, list]], size: int) -> None:
                     f"On {size} ranks, the gradients of rank {number} contain nothing from the other ranks. "
                     "all_reduce writes into the tensor that it is given: give it the gradient, not a copy."
                 )
-        right = [equal(got, whole) for got, whole in zip(rank["got"], rank["whole"], strict=True)]
-        if all(right):
+        is_mean = [equal(got, whole) for got, whole in zip(rank["got"], rank["whole"], strict=True)]
+        if all(is_mean):
             continue
         if rank["own"][0] == rank["got"][0] or rank["own"][1] == rank["got"][1]:
             raise Wrong("Only some of the gradients are averaged; the others are still each rank's own.")
@@ -140,5 +142,5 @@ def judge(ranks: list[dict[str, list]], size: int) -> None:
         )
 
 
-def equal(one: list | torch.Tensor, other: list) -> bool:
-    return torch.allclose(torch.as_tensor(one), torch.tensor(other), rtol=1e-4, atol=1e-6)
+def equal(gradients: list | torch.Tensor, other: list) -> bool:
+    return torch.allclose(torch.as_tensor(gradients), torch.tensor(other), rtol=1e-4, atol=1e-6)

@@ -55,7 +55,9 @@ SOLUTION = {
 }
 STARTS_WITH = "`prediction`"
 STALE = 8
-SCRIPT, PARTS, PLACE = "accumulate.py", 4, "with model.no_sync() if part < parts else nullcontext():"
+SCRIPT = "accumulate.py"
+PARTS = 4
+PLACE = "with model.no_sync() if part < parts else nullcontext():"
 LOSS = "loss = F.cross_entropy(model(inputs), targets) / parts\n"
 WRONG = [
     (SCRIPT, PLACE, "with nullcontext():", "exchange gradients 4 times"),
@@ -74,7 +76,9 @@ class Optimizer:
     """Changes nothing, and notes the gradient of each step and how often it was set to zero before."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.zeroed, self.gradients = model, 0, []
+        self.model = model
+        self.zeroed = 0
+        self.gradients = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.zeroed += 1
@@ -84,9 +88,10 @@ class Optimizer:
         self.gradients.append(self.model.module.weight.grad.flatten().tolist())
 
 
-def check(mine: Workspace) -> str:
-    prediction = mine.answers().number("prediction")
-    program, text = mine.module(SCRIPT), mine.text(SCRIPT)
+def check(workspace: Workspace) -> str:
+    prediction = workspace.answers().number("prediction")
+    program = workspace.module(SCRIPT)
+    text = workspace.text(SCRIPT)
     for parts in (PARTS, 2):
         ranks = in_ranks(partial(behave, program, parts))
         judge(ranks, parts, "no_sync()" in text)
@@ -103,9 +108,13 @@ def behave(program: ModuleType, parts: int, rank: int, size: int) -> dict[str, o
     """Take one step of the learner's in this rank."""
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Linear(3, 2))
-    exchanges, optimizer = program.count_exchanges(model), Optimizer(model)
-    images, labels = torch.randn(8 * size, 3)[rank::size], torch.randint(2, (8 * size,))[rank::size]
-    own = torch.autograd.grad(F.cross_entropy(model.module(images), labels), model.module.weight)[0]
+    exchanges = program.count_exchanges(model)
+    optimizer = Optimizer(model)
+    images = torch.randn(8 * size, 3)[rank::size]
+    labels = torch.randint(2, (8 * size,))[rank::size]
+    of_whole_share = torch.autograd.grad(F.cross_entropy(model.module(images), labels), model.module.weight)[
+        0
+    ]
     for weights in model.parameters():
         weights.grad = torch.full_like(weights, STALE)  # of a step before
     program.step(model, optimizer, (images, labels), parts)
@@ -113,7 +122,7 @@ def behave(program: ModuleType, parts: int, rank: int, size: int) -> dict[str, o
         "exchanges": len(exchanges),
         "zeroed": optimizer.zeroed,
         "gradients": optimizer.gradients,
-        "own": own.flatten().tolist(),
+        "own": of_whole_share.flatten().tolist(),
     }
 
 
@@ -132,22 +141,24 @@ def judge(ranks: list[dict[str, object]], parts: int, forgot_forward: bool) -> N
             "different step, and they drift apart."
         )
     if seen["exchanges"] > 1:
-        what = " no_sync has to be around the forward pass, too: there DDP decides." if forgot_forward else ""
+        advice = (
+            " no_sync has to be around the forward pass, too: there DDP decides." if forgot_forward else ""
+        )
         raise Wrong(
             f"In a step of {parts} parts, the ranks exchange gradients {seen['exchanges']} times. Once is "
-            f"enough: the gradients of the parts add up on each rank.{what}"
+            f"enough: the gradients of the parts add up on each rank.{advice}"
         )
-    got, other = (torch.tensor(rank["gradients"][0]) for rank in ranks)
-    if not torch.allclose(got, other, rtol=1e-4, atol=1e-6):
+    gradient, gradient_of_rank_1 = (torch.tensor(rank["gradients"][0]) for rank in ranks)
+    if not torch.allclose(gradient, gradient_of_rank_1, rtol=1e-4, atol=1e-6):
         raise Wrong(
             "The ranks have different gradients after the exchange: what each rank added later was left out "
             "of the exchange. In which part should they exchange?"
         )
     true = torch.tensor([rank["own"] for rank in ranks]).mean(dim=0)
-    if torch.allclose(got - STALE, true, rtol=1e-3, atol=1e-4):
+    if torch.allclose(gradient - STALE, true, rtol=1e-3, atol=1e-4):
         raise Wrong("The gradient of the step before is still in it: set the gradients to zero first.")
-    if not torch.allclose(got, true, rtol=1e-3, atol=1e-6):
-        factor = (got @ true / (true @ true)).item()
+    if not torch.allclose(gradient, true, rtol=1e-3, atol=1e-6):
+        factor = (gradient @ true / (true @ true)).item()
         raise Wrong(
             f"With {parts} parts, the gradient is {factor:.2f} times that of the whole batch in one part. "
             "How do you get the mean of the whole batch from the means of the parts?"

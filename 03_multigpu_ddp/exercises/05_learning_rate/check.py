@@ -81,10 +81,8 @@ SOLUTION = {
 ''',
 }
 STARTS_WITH = "`prediction`"
-SCRIPT, GROWTH = "rate.py", "batch_per_rank * ranks / BATCH"
-WARM = "step / warmup_steps"
-STARTS_WITH = "`prediction`"
-SCRIPT, GROWTH = "rate.py", "batch_per_rank * ranks / BATCH"
+SCRIPT = "rate.py"
+GROWTH = "batch_per_rank * ranks / BATCH"
 WARM = "step / warmup_steps"
 WRONG = [
     ("answers.txt", "1024_one_epoch = 11.35", "1024_one_epoch = 96.77", "with Adadelta"),
@@ -134,15 +132,15 @@ class Training(NamedTuple):
     warmup: str
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.word("prediction", "yes", "no")
     accuracies = recorded_accuracies()
     check_table(answers, accuracies)
     check_best_rules(answers, accuracies)
     check_updates(answers)
     check_adamw(answers, accuracies)
-    program = mine.module(SCRIPT)
+    program = workspace.module(SCRIPT)
     check_rules(program.scaled)
     check_warm_up(program.warmed_up)
     came = "as you predicted" if prediction == "no" else "you predicted yes"
@@ -168,21 +166,23 @@ def recorded_accuracies() -> dict[Training, list[float]]:
     return accuracies
 
 
-def is_accuracy(given: float, true: float) -> bool:
-    return abs(given - true) < 0.006
+def is_accuracy(answer: float, true: float) -> bool:
+    return abs(answer - true) < 0.006
 
 
 def check_table(answers: Answers, accuracies: dict[Training, list[float]]) -> None:
     for name, (batch, warmup) in TABLE.items():
-        given = answers.number(name)
+        answer = answers.number(name)
         seeds = accuracies[Training("SGD", batch, "linear", warmup)]
-        if is_accuracy(given, median(seeds)):
+        if is_accuracy(answer, median(seeds)):
             continue
-        if is_accuracy(given, mean(seeds)):
-            raise Wrong(f"`{name}`: {given} is the mean of the three seeds. Take the median, the middle one.")
+        if is_accuracy(answer, mean(seeds)):
+            raise Wrong(
+                f"`{name}`: {answer} is the mean of the three seeds. Take the median, the middle one."
+            )
         for optimizer in OPTIMIZERS[1:]:
-            if is_accuracy(given, median(accuracies[Training(optimizer, batch, "linear", warmup)])):
-                raise Wrong(f"`{name}`: {given} is the accuracy with {optimizer}, not with SGD.")
+            if is_accuracy(answer, median(accuracies[Training(optimizer, batch, "linear", warmup)])):
+                raise Wrong(f"`{name}`: {answer} is the accuracy with {optimizer}, not with SGD.")
         raise Wrong(
             f"`{name}`: look for the three lines that begin with `SGD,{batch},linear,{warmup},`. The "
             "accuracy is their last number; the median is the one in the middle."
@@ -197,10 +197,10 @@ def check_best_rules(answers: Answers, accuracies: dict[Training, list[float]]) 
         ("adamw_4096", "AdamW", 4096, "10 updates"),
     ):
         medians = {rule: median(accuracies[Training(optimizer, batch, rule, warmup)]) for rule in RULES}
-        given = answers.word(name, *RULES)
-        if given == max(RULES, key=medians.get):
+        answer = answers.word(name, *RULES)
+        if answer == max(RULES, key=medians.get):
             continue
-        if name == "best_1024_10_updates" and given == "linear":
+        if name == "best_1024_10_updates" and answer == "linear":
             raise Wrong(
                 "`best_1024_10_updates = linear`: only one of the three seeds ends well. The median counts."
             )
@@ -239,7 +239,8 @@ def check_adamw(answers: Answers, accuracies: dict[Training, list[float]]) -> No
 def check_rules(scaled: Callable) -> None:
     if is_close(scaled(0.02, "linear", 64, 4), 0.02) and is_close(scaled(0.02, "linear", 256, 1), 0.02):
         raise Wrong("mine/rate.py: the linear rule still has a gap.")
-    four_ranks, one_rank = scaled(0.02, "linear", 64, 4), scaled(0.02, "linear", 256, 1)
+    four_ranks = scaled(0.02, "linear", 64, 4)
+    one_rank = scaled(0.02, "linear", 256, 1)
     if not is_close(four_ranks, one_rank):
         raise Wrong(
             "mine/rate.py: 4 ranks of 64 images each, and one rank of 256, have the same global batch. The "
@@ -260,10 +261,11 @@ def check_rules(scaled: Callable) -> None:
     if not is_close(scaled(0.02, "none", 64, 4), 0.02):
         raise Wrong("mine/rate.py: without a rule, the learning rate stays as it is.")
     for rule, true in (("none", 0.4), ("linear", 0.6), ("sqrt", 0.4 * 1.5**0.5)):
-        if not is_close(given := scaled(0.4, rule, 32, 3), true):
+        answer = scaled(0.4, rule, 32, 3)
+        if not is_close(answer, true):
             raise Wrong(
                 "mine/rate.py: a rule holds for any learning rate, which is the first argument. At a global "
-                f"batch of 96, the rule {rule} makes {true:g} of 0.4, and yours {given:g}."
+                f"batch of 96, the rule {rule} makes {true:g} of 0.4, and yours {answer:g}."
             )
 
 
@@ -280,9 +282,11 @@ def check_warm_up(warmed_up: Callable) -> None:
             "mine/rate.py: in a warm-up of 20 steps to 1.0, the steps 1, 5 and 20 have 0.05, 0.25 and 1. "
             f"Yours have {rates[0]:g}, {rates[1]:g} and {rates[2]:g}."
         )
-    if not is_close(shorter := warmed_up(1.0, 5, 10), 0.5):
+    shorter = warmed_up(1.0, 5, 10)
+    if not is_close(shorter, 0.5):
         raise Wrong(f"mine/rate.py: in a warm-up of 10 steps to 1.0, step 5 has 0.5. Yours has {shorter:g}.")
-    if not is_close(half := warmed_up(0.5, 5, 20), 0.125):
+    half = warmed_up(0.5, 5, 20)
+    if not is_close(half, 0.125):
         raise Wrong(
             "mine/rate.py: in a warm-up of 20 steps to 0.5, step 5 has 0.125, a quarter of it. Yours has "
             f"{half:g}."

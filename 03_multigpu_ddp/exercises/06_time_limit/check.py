@@ -49,13 +49,13 @@ WRONG = [
 ]  # fmt: skip
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     predicted = answers.number("prediction")
-    logs = [name for name in ("runs/job.txt", "job.txt") if (mine.folder / name).exists()]
+    logs = [name for name in ("runs/job.txt", "job.txt") if (workspace.folder / name).exists()]
     if not logs:
         raise Wrong("There is no log mine/job.txt yet. Run the command of the README, or take `recorded`.")
-    log = mine.text(logs[0])
+    log = workspace.text(logs[0])
     if "stopped after" not in log:
         raise Wrong(
             "The job of mine/job.txt was not stopped: there is no line `stopped after ...`. If it ended "
@@ -68,7 +68,7 @@ def check(mine: Workspace) -> str:
             "again. Without Slurm, run the same command once more, with --resume auto and the same "
             "--checkpoint-dir."
         )
-    rows = rows_of_one_run(mine)
+    rows = rows_of_one_run(workspace)
     epochs = [row["epoch"] for row in rows]
     if epochs != list(range(1, len(epochs) + 1)):
         raise Wrong(f"The epochs in the CSV are {epochs}: there is a gap. Was the file edited?")
@@ -107,9 +107,9 @@ def check(mine: Workspace) -> str:
     )
 
 
-def rows_of_one_run(mine: Workspace) -> list[dict[str, object]]:
+def rows_of_one_run(workspace: Workspace) -> list[dict[str, object]]:
     """Return the rows of the only run in mine/runs, whose job may have started several times."""
-    files = sorted((mine.folder / "runs").glob("*.csv"))
+    files = sorted((workspace.folder / "runs").glob("*.csv"))
     if not files:
         raise Wrong("No epoch is finished yet, so there is no CSV. Wait; without Slurm, run the line again.")
     try:

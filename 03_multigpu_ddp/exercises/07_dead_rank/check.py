@@ -53,22 +53,24 @@ HOW = {
 }
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     predicted = answers.number("prediction")
     killed = re.search(r"srun: error: (\w+): task (\d+): Killed", LOG)
-    node, rank, line = killed[1], int(killed[2]), 1 + LOG[: killed.start()].count("\n")
+    node = killed[1]
+    rank = int(killed[2])
+    line = 1 + LOG[: killed.start()].count("\n")
     complained = sorted(set(map(int, re.findall(r"\[rank(\d)\]: Traceback", LOG))))
     if answers.number("tracebacks") != len(complained):
         raise Wrong("Count the lines of the form `[rank0]: Traceback`: how many ranks have one?")
-    given = answers.number("rank")
-    if given in complained:
+    answer = answers.number("rank")
+    if answer in complained:
         raise Wrong(
-            f"Rank {given:.0f} wrote a traceback, so it lived on: it complains that another rank is gone. "
+            f"Rank {answer:.0f} wrote a traceback, so it lived on: it complains that another rank is gone. "
             "Which rank complains first is chance. Look for the rank that wrote nothing, and for what the "
             "launcher says."
         )
-    if given != rank:
+    if answer != rank:
         raise Wrong(f"There is no rank {answers['rank']} in this job: its four ranks are 0 to 3.")
     if answers["node"] != node:
         raise Wrong(f"The node of rank {rank} is in the line of srun that says how the rank ended.")

@@ -71,23 +71,29 @@ QUESTIONS = {
 }
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     predicted = answers.number("prediction")
-    given = {
+    filled = {
         row["gpus"].removesuffix(".0"): row  # a spreadsheet's
-        for row in csv.DictReader(mine.text("table.csv").splitlines())
+        for row in csv.DictReader(workspace.text("table.csv").splitlines())
         if row.get("gpus")
     }
     rows = list(csv.DictReader(TABLE.read_text().splitlines()))
-    one = float(rows[0]["images_per_s"])
+    images_per_s_of_one = float(rows[0]["images_per_s"])
     table = {}
     for row in rows:
-        gpus, name = int(row["gpus"]), row["gpus"]
-        if name not in given:
+        gpus = int(row["gpus"])
+        name = row["gpus"]
+        if name not in filled:
             raise Wrong(f"mine/table.csv has no row for {gpus} GPUs: `reset` restores the starter.")
-        table[gpus] = filled_in(gpus, float(row["images_per_s"]), one)
-        check_row(given[name], gpus, table[gpus], filled_in(gpus, float(row["weak_images_per_s"]), one))
+        table[gpus] = filled_in(gpus, float(row["images_per_s"]), images_per_s_of_one)
+        check_row(
+            filled[name],
+            gpus,
+            table[gpus],
+            filled_in(gpus, float(row["weak_images_per_s"]), images_per_s_of_one),
+        )
     for question in QUESTIONS:
         check_choice(question, answers, table)
     return (
@@ -102,7 +108,8 @@ def check(mine: Workspace) -> str:
 
 def filled_in(gpus: int, images_per_s: float, of_one: float) -> dict[str, float]:
     """Return what belongs in the gaps of one row."""
-    minutes, speedup = IMAGES / images_per_s / 60, images_per_s / of_one
+    minutes = IMAGES / images_per_s / 60
+    speedup = images_per_s / of_one
     return {
         "speedup": speedup,
         "efficiency": 100 * speedup / gpus,
@@ -111,9 +118,9 @@ def filled_in(gpus: int, images_per_s: float, of_one: float) -> dict[str, float]
     }
 
 
-def check_row(given: dict[str, str], gpus: int, true: dict[str, float], weak: dict[str, float]) -> None:
+def check_row(filled: dict[str, str], gpus: int, true: dict[str, float], weak: dict[str, float]) -> None:
     """Say what is wrong with one row of the learner's table."""
-    cells = Answers((name, (given.get(name) or "?").strip()) for name in true)
+    cells = Answers((name, (filled.get(name) or "?").strip()) for name in true)
     cells.file = f"table.csv, {gpus} GPUs"
     for name, value in true.items():
         where = f"{name} of {gpus} GPUs"
@@ -150,10 +157,10 @@ def check_choice(question: str, answers: Answers, table: dict[int, dict[str, flo
         raise Wrong(f"`{question} = {answers[question]}` has no row in the table: choose 1, 2, 4, 8 or 16.")
     row = table[chosen]
     took = f"{row['minutes']:.0f} minutes and {row['gpu_hours']:.1f} GPU-hours"
-    what = f"`{question}`: {chosen:.0f} GPU(s) take {took}"
+    sentence = f"`{question}`: {chosen:.0f} GPU(s) take {took}"
     if not allows(row):
         raise Wrong(
-            f"{what}, at an efficiency of {row['efficiency']:.0f} %. The question does not allow that."
+            f"{sentence}, at an efficiency of {row['efficiency']:.0f} %. The question does not allow that."
         )
     best = min((number for number in table if allows(table[number])), key=lambda number: table[number][least])
     if best != chosen:
@@ -162,4 +169,4 @@ def check_choice(question: str, answers: Answers, table: dict[int, dict[str, flo
             if least == "minutes"
             else f"{table[best][least]:.1f} GPU-hours"
         )
-        raise Wrong(f"{what}. That is allowed, but {better} are fewer: those of {best} GPU(s).")
+        raise Wrong(f"{sentence}. That is allowed, but {better} are fewer: those of {best} GPU(s).")

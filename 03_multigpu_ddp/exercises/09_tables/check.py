@@ -76,29 +76,29 @@ WHY = {
 }
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.word("prediction", "a", "b", "c", "d", "e").upper()
     for letter, lie in LIES.items():
         if answers.word(letter, *LIES.values()) != lie:
             raise Wrong(f"Table {letter} has another mistake. {WHY[letter]}")
     for letter, (false, true) in claims().items():
-        given = answers.number(f"{letter}_true")
-        if is_close(given, true, 0.015):
+        answer = answers.number(f"{letter}_true")
+        if is_close(answer, true, 0.015):
             continue
-        if is_close(given, false, 0.005):
+        if is_close(answer, false, 0.005):
             raise Wrong(
-                f"`{letter}_true`: {given:g} is still the number in the table. Compute it without the "
+                f"`{letter}_true`: {answer:g} is still the number in the table. Compute it without the "
                 "mistake."
             )
-        if letter != "D" and is_close(given, 2 * true, 0.015):
+        if letter != "D" and is_close(answer, 2 * true, 0.015):
             raise Wrong(
-                f"`{letter}_true`: {given:g} is the speedup, not yet divided by the number of devices."
+                f"`{letter}_true`: {answer:g} is the speedup, not yet divided by the number of devices."
             )
-        if is_close(given, true / 100, 0.015):
-            raise Wrong(f"`{letter}_true`: {given:g} is the fraction. Give it in percent.")
+        if is_close(answer, true / 100, 0.015):
+            raise Wrong(f"`{letter}_true`: {answer:g} is the fraction. Give it in percent.")
         raise Wrong(
-            f"`{letter}_true` is not {given:g}: take the mean images/s of epochs 2 and 3 of each run, and "
+            f"`{letter}_true` is not {answer:g}: take the mean images/s of epochs 2 and 3 of each run, and "
             "the same global batch in both."
         )
     return (

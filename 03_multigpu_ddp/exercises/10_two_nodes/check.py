@@ -47,18 +47,19 @@ WRONG = [
 MEGABYTES = 1_199_882 * 4 / 1e6  # two ranks send the gradients 2 (2 - 1) / 2 = 1 times
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.word("prediction", "faster", "same", "slower")
-    one, two = run_on(1, mine), run_on(2, mine)
-    check_alike(one, two)
-    if answers.number("global_batch") != two["global_batch"]:
+    on_one_node = run_on(1, workspace)
+    on_two_nodes = run_on(2, workspace)
+    check_alike(on_one_node, on_two_nodes)
+    if answers.number("global_batch") != on_two_nodes["global_batch"]:
         raise Wrong(
             "`global_batch`: --batch-size is the batch of all ranks together, on any number of nodes."
         )
-    if answers.number("batch_per_device") != two["batch_per_device"]:
+    if answers.number("batch_per_device") != on_two_nodes["batch_per_device"]:
         raise Wrong("`batch_per_device`: the global batch is shared out evenly among the ranks.")
-    check_interface(answers["interface"], mine)
+    check_interface(answers["interface"], workspace)
     megabytes = answers.number("megabytes")
     if is_close(megabytes, 2 * MEGABYTES, 0.03):
         raise Wrong("`megabytes`: that is twice as much as it should be. With N = 2, 2 (N - 1) / N is 1.")
@@ -66,44 +67,50 @@ def check(mine: Workspace) -> str:
         raise Wrong(
             "`megabytes`: 1,199,882 gradients of 4 bytes each, times 2 (N - 1) / N, in millions of bytes."
         )
-    ratio, true = answers.number("ratio"), two["speed"] / one["speed"]
+    ratio = answers.number("ratio")
+    true = on_two_nodes["speed"] / on_one_node["speed"]
     if not is_close(ratio, true, 0.03):
         if is_close(ratio, 1 / true, 0.03):
             raise Wrong("`ratio` is upside down: divide two nodes by one.")
         raise Wrong(
             f"`ratio` is not {ratio:g}: divide images/s on two nodes by images/s on one, with warmup 0."
         )
-    speeds = f"{two['speed']:,.0f} images/s on two nodes, {one['speed']:,.0f} on one (you said {prediction})."
-    if two["device_name"].startswith("CPU"):
+    speeds = (
+        f"{on_two_nodes['speed']:,.0f} images/s on two nodes, {on_one_node['speed']:,.0f} on one (you said "
+        f"{prediction})."
+    )
+    if on_two_nodes["device_name"].startswith("CPU"):
         speeds += (
             " These are CPU workers. If both nodes are one machine, as on the practice cluster, that says "
             "nothing about nodes, only about what else the machine did."
         )
     return (
         "With the same two ranks and the same batches, the train loss of the first epoch is "
-        f"{one['train_loss']:.4f} and {two['train_loss']:.4f}. What differs is the path that {MEGABYTES:.1f} "
+        f"{on_one_node['train_loss']:.4f} and {on_two_nodes['train_loss']:.4f}. What differs is the path "
+        f"that {MEGABYTES:.1f} "
         "MB take in every step: between nodes it is mostly slower, and with a larger batch an epoch takes it "
         f"less often. {speeds}"
     )
 
 
-def run_on(nodes: int, mine: Workspace) -> dict[str, object]:
+def run_on(nodes: int, workspace: Workspace) -> dict[str, object]:
     """Return the first epoch of the newest run of two ranks on `nodes`, and the others' mean `speed`."""
-    found = []
-    for path in (mine.folder / "runs").glob("*.csv"):
+    runs = []
+    for path in (workspace.folder / "runs").glob("*.csv"):
         try:
-            rows, of_ranks = records.read(path), records.read_ranks(path)
+            rows = records.read(path)
+            of_ranks = records.read_ranks(path)
         except records.RecordError as error:
             raise Wrong(str(error)) from None
         speeds = [row["images_per_s"] for row in rows if not row["warmup"]]
         if (rows[0]["nodes"], rows[0]["world_size"]) == (nodes, 2) and speeds:
-            found.append((rows[0] | {"speed": statistics.fmean(speeds)}, of_ranks))
-    if not found:
+            runs.append((rows[0] | {"speed": statistics.fmean(speeds)}, of_ranks))
+    if not runs:
         raise Wrong(
             f"mine/runs has no run on {nodes} node(s) with two ranks and two epochs or more. Run the "
             "commands of the README, or take our runs with `recorded`."
         )
-    row, of_ranks = max(found, key=lambda run: run[0]["started_at"])
+    row, of_ranks = max(runs, key=lambda run: run[0]["started_at"])
     places = {(rank["rank"], rank["host"]) for rank in of_ranks}
     if len({host for _, host in places}) != nodes:
         raise Wrong(
@@ -114,17 +121,17 @@ def run_on(nodes: int, mine: Workspace) -> dict[str, object]:
     return row
 
 
-def check_interface(given: str, mine: Workspace) -> None:
+def check_interface(answer: str, workspace: Workspace) -> None:
     """Compare an answer with the lines that --debug writes into the log of the run on two nodes."""
-    logs = [name for name in ("runs/two.txt", "two.txt") if (mine.folder / name).exists()]
+    logs = [name for name in ("runs/two.txt", "two.txt") if (workspace.folder / name).exists()]
     if not logs:
         raise Wrong("There is no log mine/two.txt. Run the commands of the README, or take `recorded`.")
-    log = mine.text(logs[0])
+    log = workspace.text(logs[0])
     interfaces = re.findall(r"interface (\S+) towards rank 0", log)
     if not interfaces:
         raise Wrong("The log two.txt does not name the interface: run the job with --debug.")
-    if given not in interfaces:
-        within = " `lo` is for traffic within one machine." if given == "lo" else ""
+    if answer not in interfaces:
+        within = " `lo` is for traffic within one machine." if answer == "lo" else ""
         raise Wrong(
-            f"`interface` is not {given}.{within} The lines of two.txt that begin with `rank 1 on` name it."
+            f"`interface` is not {answer}.{within} The lines of two.txt that begin with `rank 1 on` name it."
         )

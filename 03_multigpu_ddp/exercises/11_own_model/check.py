@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from trainkit.record import records
 from trainkit.workshop.work import Workspace, Wrong, is_close
@@ -90,23 +91,23 @@ WRONG = [
 STAGE = Path(__file__).resolve().parents[2] / "mnist_ddp.py"
 
 
-def check(mine: Workspace) -> str:
-    predicted = mine.answers().number("prediction")
-    text = mine.text("my_training.py")
+def check(workspace: Workspace) -> str:
+    predicted = workspace.answers().number("prediction")
+    text = workspace.text("my_training.py")
     if "load_dataset(" in text:
         raise Wrong(
             "my_training.py still loads MNIST: make two `InMemoryDataset` of waves, to train and to test on."
         )
-    program = mine.module("my_training.py")
+    program = workspace.module("my_training.py")
     with tempfile.TemporaryDirectory() as folder:
-        two = Path(folder, "two")
-        stopped, seen = train(program, 2, two, 1)
-        check_names(stopped[0])
-        check_loss(stopped[0])
-        check_samples(stopped[0], seen)
-        alone, _ = train(program, 1, Path(folder, "alone"), 2)
-        check_equal(alone[0], stopped[0])
-        both, _ = train(program, 2, two, 2)
+        folder_of_two = Path(folder, "two")
+        stopped = train(program, size=2, folder=folder_of_two, epochs=1)
+        check_names(stopped.rows[0])
+        check_loss(stopped.rows[0])
+        check_samples(stopped.rows[0], stopped.samples_of_ranks)
+        alone = train(program, size=1, folder=Path(folder, "alone"), epochs=2).rows
+        check_equal(alone[0], stopped.rows[0])
+        both = train(program, size=2, folder=folder_of_two, epochs=2).rows
         check_equal(alone[1], both[1])
     before = STAGE.read_text().splitlines()
     changed = sum(
@@ -121,10 +122,15 @@ def check(mine: Workspace) -> str:
     )
 
 
-def train(
-    program: ModuleType, size: int, folder: Path, epochs: int
-) -> tuple[list[dict[str, object]], list[list[float]]]:
-    """Return the CSV's rows after so many epochs in `size` ranks, and by rank the samples trained on now."""
+class Trained(NamedTuple):
+    """The rows of the CSV after a training, and for each rank the samples that it trained on this time."""
+
+    rows: list[dict[str, object]]
+    samples_of_ranks: list[list[float]]
+
+
+def train(program: ModuleType, size: int, folder: Path, epochs: int) -> Trained:
+    """Train for so many epochs in `size` ranks; go on if there is a checkpoint in `folder`."""
     from trainkit.data.loaders import DistributedBatchSampler, ResidentBatches
     from trainkit.workshop.ranks import in_ranks
 
@@ -136,25 +142,26 @@ def train(
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(size)}
         sys.argv = ["my_training.py", "--no-cuda", "--epochs", str(epochs), "--results-dir", str(folder)]
         sys.argv += ["--checkpoint-dir", str(folder / "checkpoints"), "--resume", "auto"]
-        seen, batches = [], ResidentBatches.__iter__
+        samples = []
+        batches = ResidentBatches.__iter__
 
         def noting(self: ResidentBatches) -> object:
             for inputs, targets in batches(self):
                 if isinstance(self.order, DistributedBatchSampler):
-                    seen.extend(inputs.double().flatten(1).sum(1).tolist())
+                    samples.extend(inputs.double().flatten(1).sum(1).tolist())
                 yield inputs, targets
 
         ResidentBatches.__iter__ = noting
         inspect.unwrap(program.main)()  # without @entrypoint, which would end this process
-        return seen
+        return samples
 
-    seen = in_ranks(rank, size, group=False)
+    samples_of_ranks = in_ranks(rank, size, group=False)
     runs = list(records.read_runs(folder.glob("runs/*.csv")).values())
     if len(runs) != 1:
         raise Wrong(
             f"The training left {len(runs)} runs. It should leave one, and go on with it after a stop."
         )
-    return runs[0], seen
+    return Trained(runs[0], samples_of_ranks)
 
 
 def check_names(row: dict[str, object]) -> None:
@@ -197,11 +204,15 @@ def check_samples(row: dict[str, object], seen: list[list[float]]) -> None:
 
 def check_equal(alone: dict[str, object], both: dict[str, object]) -> None:
     """Say whether two ranks trained as one did."""
-    one, two = alone["train_loss"], both["train_loss"]
-    if is_close(two, one, 0.001):
+    loss_of_one = alone["train_loss"]
+    loss_of_two = both["train_loss"]
+    if is_close(loss_of_two, loss_of_one, 0.001):
         return
-    losses = f"The train loss of epoch {both['epoch']} is {one:.4f} with one rank and {two:.4f} with two"
-    if is_close(two, one / 2, 0.25):
+    losses = (
+        f"The train loss of epoch {both['epoch']} is {loss_of_one:.4f} with one rank and {loss_of_two:.4f} "
+        "with two"
+    )
+    if is_close(loss_of_two, loss_of_one / 2, 0.25):
         raise Wrong(
             f"{losses}. Is the loss divided by the number of ranks? DDP averages the gradients already."
         )

@@ -60,25 +60,26 @@ ASKED = advice.Constraints(epochs=50, gpus=(1, 2, 4, 8), batches=(128, 512), gpu
 LEAST = 0.7  # efficiency
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
-    one, two, serial = steps(mine, 128)
-    check_amdahl(answers, one, two, serial)
-    most = {batch: check_most(answers, batch, *steps(mine, batch)) for batch in (128, 512)}
-    low, middle, high = asked(mine)
+    one_device, two_devices, serial = steps(workspace, 128)
+    check_amdahl(answers, one_device, two_devices, serial)
+    most = {batch: check_most(answers, batch, *steps(workspace, batch)) for batch in (128, 512)}
+    low, middle, high = asked(workspace)
     for name, true in {"low": low, "high": high}.items():
-        given = answers.number(name)
-        if is_close(given, true, 0.04):
+        answer = answers.number(name)
+        if is_close(answer, true, 0.04):
             continue
-        if is_close(given, middle):
-            raise Wrong(f"`{name}`: {given:g} is the middle of the interval, whose ends are below it.")
-        raise Wrong(f"`{name}` is not {given:g}: look for DDP with four devices at batch 128, images/s.")
+        if is_close(answer, middle):
+            raise Wrong(f"`{name}`: {answer:g} is the middle of the interval, whose ends are below it.")
+        raise Wrong(f"`{name}` is not {answer:g}: look for DDP with four devices at batch 128, images/s.")
     if answers.number("refused") != 8:
         raise Wrong("`refused`: the kit predicts up to twice as many as were measured. What is left?")
-    four = amdahl(128, one, serial)
+    four = amdahl(128, one_device, serial)
     return (
-        f"By hand, four devices train {four:,.0f} images/s, {four * one / 128:.2f} times as many as one (you "
+        f"By hand, four devices train {four:,.0f} images/s, {four * one_device / 128:.2f} times as many as "
+        "one (you "
         f"predicted {prediction:g}). The kit says {low:,.0f} to {high:,.0f}, {middle:,.0f} in the middle. "
         "Two measurements always agree with a law of two numbers, so yours was never tested. And Amdahl's s "
         "is constant, while an exchange has more rounds with every device. The kit fits several laws, trusts "
@@ -89,58 +90,61 @@ def check(mine: Workspace) -> str:
     )
 
 
-def steps(mine: Workspace, batch: int) -> tuple[float, float, float]:
+def steps(workspace: Workspace, batch: int) -> tuple[float, float, float]:
     """Return the seconds of a step on one device and on two, and of the part that they do not divide."""
-    rows = (mine.row(stage=stage, devices=n, global_batch=batch) for stage, n in (("single", 1), ("ddp", 2)))
-    one, two = (batch / row.images_per_s for row in rows)
-    if two <= one / 2:
+    rows = (
+        workspace.row(stage=stage, devices=n, global_batch=batch) for stage, n in (("single", 1), ("ddp", 2))
+    )
+    one_device, two_devices = (batch / row.images_per_s for row in rows)
+    if two_devices <= one_device / 2:
         raise Wrong(
             f"In mine/runs, two devices are more than twice as fast as one at batch {batch}: something "
             "disturbed these runs. Repeat them, or take `recorded`."
         )
-    return one, two, 2 * two - one
+    return one_device, two_devices, 2 * two_devices - one_device
 
 
-def amdahl(batch: int, one: float, serial: float) -> float:
+def amdahl(batch: int, one_device: float, serial: float) -> float:
     """Return the images/s of four devices."""
-    return batch / (serial + (one - serial) / 4)
+    return batch / (serial + (one_device - serial) / 4)
 
 
-def check_amdahl(answers: Answers, one: float, two: float, serial: float) -> None:
+def check_amdahl(answers: Answers, one_device: float, two_devices: float, serial: float) -> None:
     """Say what is wrong with s, and with four devices."""
-    given = answers.number("serial_ms") / 1000
-    if not is_close(given, serial, 0.06):
-        if is_close(given, one - two, 0.03):
+    answer = answers.number("serial_ms") / 1000
+    if not is_close(answer, serial, 0.06):
+        if is_close(answer, one_device - two_devices, 0.03):
             raise Wrong("`serial_ms`: that is T(1) - T(2), which is half of p.")
-        if is_close(given, two, 0.03):
+        if is_close(answer, two_devices, 0.03):
             raise Wrong("`serial_ms`: that is the whole step on two devices, which has p / 2 in it.")
-        raise Wrong(f"`serial_ms` is not {1000 * given:g}: s = 2 T(2) - T(1), in milliseconds.")
-    given, true = answers.number("four"), amdahl(128, one, serial)
-    if not is_close(given, true, 0.03):
-        if is_close(given, 4 * 128 / one, 0.03):
+        raise Wrong(f"`serial_ms` is not {1000 * answer:g}: s = 2 T(2) - T(1), in milliseconds.")
+    answer = answers.number("four")
+    true = amdahl(128, one_device, serial)
+    if not is_close(answer, true, 0.03):
+        if is_close(answer, 4 * 128 / one_device, 0.03):
             raise Wrong("`four`: these are four times those of one device. Where is s?")
-        if is_close(given, 2 * 128 / two, 0.03):
+        if is_close(answer, 2 * 128 / two_devices, 0.03):
             raise Wrong("`four`: these are twice those of two devices. But s is not divided again.")
-        raise Wrong(f"`four` is not {given:g}: 128 images in s + p / 4 seconds.")
+        raise Wrong(f"`four` is not {answer:g}: 128 images in s + p / 4 seconds.")
 
 
-def check_most(answers: Answers, batch: int, one: float, two: float, serial: float) -> int:
+def check_most(answers: Answers, batch: int, one_device: float, two_devices: float, serial: float) -> int:
     """Check the largest count that keeps the efficiency; close to the next one, both are right."""
-    limit = (one / LEAST - (one - serial)) / serial
-    given = answers.number(f"most_{batch}")
-    if not math.floor(0.97 * limit) <= given <= math.floor(1.03 * limit):
+    limit = (one_device / LEAST - (one_device - serial)) / serial
+    answer = answers.number(f"most_{batch}")
+    if not math.floor(0.97 * limit) <= answer <= math.floor(1.03 * limit):
         small = (
-            " It is more than at 128, since the batch is larger." if batch == 512 and given < limit else ""
+            " It is more than at 128, since the batch is larger." if batch == 512 and answer < limit else ""
         )
         raise Wrong(
-            f"`most_{batch}` is not {given:g}: N T(N) = N s + p, and it may be T(1) / 0.7 at most.{small}"
+            f"`most_{batch}` is not {answer:g}: N T(N) = N s + p, and it may be T(1) / 0.7 at most.{small}"
         )
-    return int(given)
+    return int(answer)
 
 
-def asked(mine: Workspace) -> tuple[float, float, float]:
+def asked(workspace: Workspace) -> tuple[float, float, float]:
     """Ask how_many_gpus.py for four devices at batch 128: low, middle and high."""
-    rows, _ = comparison.load([mine.folder / "runs"])
+    rows, _ = comparison.load([workspace.folder / "runs"])
     for _, of_a_set in run_set.sets(rows):
         for option in advice.advise(of_a_set, ASKED).options:
             if (option.stage, option.shape.devices, option.global_batch) == ("ddp", 4, 128):

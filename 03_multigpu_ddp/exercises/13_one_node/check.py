@@ -55,13 +55,15 @@ WRONG = [
     ("answers.txt", "recommended = 1", "recommended = 2", "first line"),
 ]  # fmt: skip
 REPOSITORY = Path(__file__).resolve().parents[3]
-WEIGHTS, BATCH = 1_199_882, 256
+WEIGHTS = 1_199_882
+BATCH = 256
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
-    step, exchange = 1000 * BATCH / speed("one_node"), 1000 * exchange_seconds()
+    step = 1000 * BATCH / speed("one_node")
+    exchange = 1000 * exchange_seconds()
     check_parts(answers, step, exchange)
     check_bounds(answers, step, exchange)
     if answers.number("recommended") != 1:
@@ -98,25 +100,26 @@ def exchange_seconds() -> float:
 
 def check_parts(answers: Answers, step: float, exchange: float) -> None:
     """Say what is wrong with the step on one node, and with the exchange; in ms."""
-    given = answers.number("step_ms")
-    if not is_close(given, step):
-        unit = " That is in seconds." if is_close(given, step / 1000) else ""
-        raise Wrong(f"`step_ms` is not {given:g}: divide 256 images by images/s, in milliseconds.{unit}")
-    given = answers.number("exchange_ms")
-    if not is_close(given, exchange, 0.05):
+    answer = answers.number("step_ms")
+    if not is_close(answer, step):
+        unit = " That is in seconds." if is_close(answer, step / 1000) else ""
+        raise Wrong(f"`step_ms` is not {answer:g}: divide 256 images by images/s, in milliseconds.{unit}")
+    answer = answers.number("exchange_ms")
+    if not is_close(answer, exchange, 0.05):
         hint = "look between the lines of 4,194,304 and 16,777,216 bytes."
-        if is_close(given, 2 * exchange, 0.05):
+        if is_close(answer, 2 * exchange, 0.05):
             hint = "you count the bytes twice. The doctor timed the whole sum, there and back."
-        if is_close(given, exchange / 4, 0.15):
+        if is_close(answer, exchange / 4, 0.15):
             hint = "there are 1,199,882 gradients of 4 bytes each."
-        if 0.8 * exchange < given < exchange:
+        if 0.8 * exchange < answer < exchange:
             hint = "that is the sum of 4,194,304 bytes, but there are 4,799,528."
-        raise Wrong(f"`exchange_ms` is not {given:g}: {hint}")
+        raise Wrong(f"`exchange_ms` is not {answer:g}: {hint}")
 
 
 def check_bounds(answers: Answers, step: float, exchange: float) -> None:
     """Say what is wrong with the bounds of the step on two nodes, in ms, and with their images/s."""
-    longest, shortest = answers.number("longest_ms"), answers.number("shortest_ms")
+    longest = answers.number("longest_ms")
+    shortest = answers.number("shortest_ms")
     if is_close(longest, max(step, exchange), 0.05):
         raise Wrong(
             "`longest_ms`: that is only the larger of the two. First comes the step, then the exchange."
@@ -132,9 +135,10 @@ def check_bounds(answers: Answers, step: float, exchange: float) -> None:
     if not is_close(shortest, max(step, exchange), 0.05):
         raise Wrong(f"`shortest_ms` is not {shortest:g}: take the longer of the two.")
     for name, bound, ms in (("least", "longest", longest), ("most", "shortest", shortest)):
-        given, true = answers.number(name), 2 * BATCH / ms * 1000
-        if not is_close(given, true):
-            half = " That is one node: both nodes train 256 images." if is_close(given, true / 2) else ""
+        answer = answers.number(name)
+        true = 2 * BATCH / ms * 1000
+        if not is_close(answer, true):
+            half = " That is one node: both nodes train 256 images." if is_close(answer, true / 2) else ""
             raise Wrong(
-                f"`{name}` is not {given:g}: divide the images of both nodes by the {bound} step.{half}"
+                f"`{name}` is not {answer:g}: divide the images of both nodes by the {bound} step.{half}"
             )

@@ -76,16 +76,17 @@ WHY = {
 }
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.word("prediction", *"abcdef").upper()
-    prices = check_prices(mine)
+    prices = check_prices(workspace)
     check_choice(answers, prices)
-    true, given = 100 * efficiency(), answers.number("efficiency")
-    if is_close(given, 2 * true):
+    true = 100 * efficiency()
+    answer = answers.number("efficiency")
+    if is_close(answer, 2 * true):
         raise Wrong("`efficiency`: that is the speedup. Divide it by the number of workers.")
-    if not is_close(given, true):
-        raise Wrong(f"`efficiency` is not {given:g}: column `eff. %`, 2 devices, batch 512.")
+    if not is_close(answer, true):
+        raise Wrong(f"`efficiency` is not {answer:g}: column `eff. %`, 2 devices, batch 512.")
     four = answers.word("four", "measured", "predicted", "unknown")
     if four == "measured":
         raise Wrong("`four`: there is no run on four workers.")
@@ -100,19 +101,23 @@ def check(mine: Workspace) -> str:
     )
 
 
-def check_prices(mine: Workspace) -> dict[str, float]:
+def check_prices(workspace: Workspace) -> dict[str, float]:
     """Return the worker-hours of each candidate, or say what is wrong with the learner's."""
-    given = {
-        row["run"]: row for row in csv.DictReader(mine.text("candidates.csv").splitlines()) if row.get("run")
+    rows_by_run = {
+        row["run"]: row
+        for row in csv.DictReader(workspace.text("candidates.csv").splitlines())
+        if row.get("run")
     }
     prices = {}
     for run, row in CANDIDATES.items():
-        workers, seconds = int(row["workers"]), int(row["seconds_at_most"])
-        cell = Answers({run: (given.get(run, {}).get("worker_hours") or "?").strip()})
+        workers = int(row["workers"])
+        seconds = int(row["seconds_at_most"])
+        cell = Answers({run: (rows_by_run.get(run, {}).get("worker_hours") or "?").strip()})
         cell.file = "candidates.csv"
         if cell[run] == "?":
             raise Wrong(f"mine/candidates.csv: the worker_hours of {run} are still open.")
-        hours, true = cell.number(run), workers * seconds / 3600
+        hours = cell.number(run)
+        true = workers * seconds / 3600
         if not is_close(hours, true, 0.04):
             if is_close(hours, true / workers, 0.04):
                 raise Wrong(
@@ -127,11 +132,11 @@ def check_prices(mine: Workspace) -> dict[str, float]:
 
 def check_choice(answers: Answers, prices: dict[str, float]) -> None:
     """Say what is wrong with the letters."""
-    given = set(re.sub(r"\bAND\b|[ ,]", "", answers["nothing"].upper()))
-    for run in sorted(given ^ WHY.keys()):
+    letters = set(re.sub(r"\bAND\b|[ ,]", "", answers["nothing"].upper()))
+    for run in sorted(letters ^ WHY.keys()):
         if run not in prices:
             raise Wrong(f"`nothing`: there is no run {run}. Give letters, such as `A, B`.")
-        if run in given:
+        if run in letters:
             raise Wrong(
                 f"`nothing`: {run} has several workers, an exchange in every step, and more than one epoch."
             )

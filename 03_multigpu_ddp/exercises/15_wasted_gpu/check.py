@@ -65,14 +65,18 @@ WRONG = [
 STARTER = Path(__file__).parent / "starter"
 COUNTS = {"nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "gres"}
 NOT_READ = {"ntasks-per-gpu", "gpus-per-task"}
-TORCHRUN, WASTEFUL = "launch", "wide"
+TORCHRUN = "launch"
+WASTEFUL = "wide"
 
 
 class Job:
     """A job: its number, name, hours and GPUs from sacct, and its ranks from the samples."""
 
     def __init__(self, line: list[str]) -> None:
-        self.number, self.name, elapsed, resources = line[0], line[1], line[3], line[-1]
+        self.number = line[0]
+        self.name = line[1]
+        elapsed = line[3]
+        resources = line[-1]
         hours, minutes, seconds = map(int, elapsed.split(":"))
         self.hours = hours + minutes / 60 + seconds / 3600
         self.gpus = int(re.search(r"gres/gpu=(\d+)", resources)[1])
@@ -81,18 +85,19 @@ class Job:
         self.ranks = len({row["number"] for row in rows if row["what"] == samples.RANK})
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
     lines = map(str.split, (STARTER / "sacct.txt").read_text().splitlines())
     jobs = [Job(line) for line in lines if line and line[0].isdigit()]
     wasteful = _check_job(answers, jobs)
     wasted = _check_hours(answers, wasteful, jobs)
-    nodes, ranks = _check_script(mine)
-    asked = ask_slurm(mine.folder / f"{wasteful.name}.sh", mine.folder.parents[2])
-    right = ", as you had expected" if prediction == int(wasteful.number) else ""
+    nodes, ranks = _check_script(workspace)
+    asked = ask_slurm(workspace.folder / f"{wasteful.name}.sh", workspace.folder.parents[2])
+    wasteful_job = ", as you had expected" if prediction == int(wasteful.number) else ""
     return (
-        f"Job {wasteful.number}{right}: {wasteful.gpus} GPUs and {wasteful.ranks} ranks. Its log shows no "
+        f"Job {wasteful.number}{wasteful_job}: {wasteful.gpus} GPUs and {wasteful.ranks} ranks. Its log "
+        "shows no "
         f"error, and it trains like the others; but {wasted:.3f} GPU-hours were paid for nothing, which "
         f"would be {24 * (wasteful.gpus - wasteful.ranks)} in a training of a day. Your script asks for "
         f"{ranks} ranks on {nodes} node{'s' * (nodes > 1)}, with a GPU for each. {asked} Two habits find "
@@ -102,58 +107,62 @@ def check(mine: Workspace) -> str:
 
 
 def _check_job(answers: Answers, jobs: list[Job]) -> Job:
-    (right,) = (job for job in jobs if job.gpus > job.ranks)
-    given = {job.number: job for job in jobs}.get(answers["job"].strip())
-    if given is None:
+    (wasteful_job,) = (job for job in jobs if job.gpus > job.ranks)
+    answer = {job.number: job for job in jobs}.get(answers["job"].strip())
+    if answer is None:
         raise Wrong(f"`job`: the jobs have the numbers {', '.join(job.number for job in jobs)}.")
-    if given.name == TORCHRUN:
+    if answer.name == TORCHRUN:
         raise Wrong(
-            f"`job`: the one task that Slurm counts in {given.number} is torchrun. How many ranks did "
+            f"`job`: the one task that Slurm counts in {answer.number} is torchrun. How many ranks did "
             "torchrun start? The samples show them."
         )
-    if given is not right:
+    if answer is not wasteful_job:
         raise Wrong(
-            f"`job`: {given.number} had {given.gpus} GPUs and {given.ranks} ranks, one for each. A job that "
+            f"`job`: {answer.number} had {answer.gpus} GPUs and {answer.ranks} ranks, one for each. A job "
+            "that "
             "is slow, or runs for long, need not waste a GPU."
         )
-    idle = right.gpus - right.ranks
+    idle = wasteful_job.gpus - wasteful_job.ranks
     if answers.number("idle") != idle:
         raise Wrong(
             f"`idle` is not {answers.number('idle'):g}: subtract its ranks from its GPUs, on all its nodes."
         )
-    return right
+    return wasteful_job
 
 
 def _check_hours(answers: Answers, job: Job, jobs: list[Job]) -> float:
-    idle, given = job.gpus - job.ranks, answers.number("gpu_hours")
-    true = idle * job.hours
-    if not is_close(given, true, 0.03):
+    idle = job.gpus - job.ranks
+    answer = answers.number("gpu_hours")
+    wasted_gpu_hours = idle * job.hours
+    if not is_close(answer, wasted_gpu_hours, 0.03):
         hint = f"count {idle} GPUs for as long as the job had them, in hours."
-        if is_close(given, job.gpus * job.hours, 0.03):
+        if is_close(answer, job.gpus * job.hours, 0.03):
             hint = "that is what all its GPUs cost. Two of them did work."
-        if is_close(given, job.hours, 0.03):
+        if is_close(answer, job.hours, 0.03):
             hint = "these are the hours of one GPU."
-        if is_close(given, 60 * true, 0.03) or is_close(given, 3600 * true, 0.03):
+        if is_close(answer, 60 * wasted_gpu_hours, 0.03) or is_close(answer, 3600 * wasted_gpu_hours, 0.03):
             hint = "Elapsed is hours:minutes:seconds, and an hour is 3600 seconds."
-        raise Wrong(f"`gpu_hours` is not {given:g}: {hint}")
-    given, paid = answers.number("percent"), sum(each.gpus * each.hours for each in jobs)
-    if not is_close(given, 100 * true / paid, 0.04):
+        raise Wrong(f"`gpu_hours` is not {answer:g}: {hint}")
+    answer = answers.number("percent")
+    paid = sum(each.gpus * each.hours for each in jobs)
+    if not is_close(answer, 100 * wasted_gpu_hours / paid, 0.04):
         hint = "divide 100 x `gpu_hours` by the sum of GPUs x hours of all jobs."
-        if is_close(given, 50):
+        if is_close(answer, 50):
             hint = "that is their share of that job. What did all four cost?"
-        if is_close(given, 100 * true / sum(each.hours for each in jobs), 0.03):
+        if is_close(answer, 100 * wasted_gpu_hours / sum(each.hours for each in jobs), 0.03):
             hint = "the hours of a job are not yet GPU-hours: each job had several GPUs."
-        raise Wrong(f"`percent` is not {given:g}: {hint}")
-    return true
+        raise Wrong(f"`percent` is not {answer:g}: {hint}")
+    return wasted_gpu_hours
 
 
-def _check_script(mine: Workspace) -> tuple[int, int]:
+def _check_script(workspace: Workspace) -> tuple[int, int]:
     """Return the nodes that the script asks for, and its ranks on all of them."""
     for path in sorted(STARTER.glob("*.sh")):
-        if path.stem != WASTEFUL and mine.text(path.name) != path.read_text():
+        if path.stem != WASTEFUL and workspace.text(path.name) != path.read_text():
             raise Wrong(f"mine/{path.name} was right, but is changed. `reset` shows how it was.")
     name = f"mine/{WASTEFUL}.sh"
-    before, text = (STARTER / f"{WASTEFUL}.sh").read_text(), mine.text(f"{WASTEFUL}.sh")
+    before = (STARTER / f"{WASTEFUL}.sh").read_text()
+    text = workspace.text(f"{WASTEFUL}.sh")
     if requested(text) == requested(before):
         raise Wrong(f"{name} still asks for the same as before: correct its #SBATCH lines.")
     if _commands(text) != _commands(before):
@@ -164,7 +173,8 @@ def _check_script(mine: Workspace) -> tuple[int, int]:
     options = {key: _number(name, key, asked[key]) for key in asked if key in COUNTS | NOT_READ}
     nodes = options.get("nodes") or 1
     on_each = options.get("gpus-per-node") or options.get("gres") or options.get("gpus", 0) / nodes
-    gpus, ranks = nodes * on_each, options.get("ntasks", nodes * options.get("ntasks-per-node", 1))
+    gpus = nodes * on_each
+    ranks = options.get("ntasks", nodes * options.get("ntasks-per-node", 1))
     has = f"{name} asks for {gpus:g} GPUs and {ranks:g} ranks on {nodes:g} nodes"
     if ranks != nodes * options.get("ntasks-per-node", ranks / nodes):
         raise Wrong(f"{name}: --ntasks counts over all nodes, --ntasks-per-node on each, and they disagree.")

@@ -79,8 +79,8 @@ NUMBERS = {
 values = runpy.run_path(str(Path(__file__).parent / "starter" / "look.py"))["values"]
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.word("prediction", *CURES)
     for job in CURES:
         _check_cause(answers, job)
@@ -97,18 +97,20 @@ def check(mine: Workspace) -> str:
 
 
 def _check_cause(answers: Answers, job: str) -> None:
-    name, given = f"{job}_cause", answers.word(f"{job}_cause", *CAUSES)
-    if given == judge(_trace(job)).findings[0].kind:
+    name = f"{job}_cause"
+    answer = answers.word(f"{job}_cause", *CAUSES)
+    if answer == judge(_trace(job)).findings[0].kind:
         return
-    if given == "waiting_for_loader":
-        waited, (trained,) = _means(job, "rank", "data_seconds"), _means(job, "epoch", "train_seconds")
+    if answer == "waiting_for_loader":
+        waited = _means(job, "rank", "data_seconds")
+        (trained,) = _means(job, "epoch", "train_seconds")
         raise Wrong(
             f"`{name}`: its ranks wait for batches for {max(waited):.1f} of {trained:.1f} s of an epoch "
             "(`data_seconds`). That is not the cause."
         )
-    if given == "throttled":
+    if answer == "throttled":
         raise Wrong(f"`{name}`: the column `throttled` has the reason why a clock is low; `-` means none.")
-    if given == "memory_full":
+    if answer == "memory_full":
         raise Wrong(
             f"`{name}`: compare `memory_mb` with `memory_limit_mb`. And a full memory alone wastes nothing."
         )
@@ -118,7 +120,7 @@ def _check_cause(answers: Answers, job: str) -> None:
         "`own_seconds` of its ranks show?",
         "c": "that core is busy, with two ranks. Look at `core_list` and `waiting`.",
     }
-    raise Wrong(f"`{name} = {given}`: {hints[job]}")
+    raise Wrong(f"`{name} = {answer}`: {hints[job]}")
 
 
 def _check_number(answers: Answers, job: str) -> None:
@@ -127,65 +129,68 @@ def _check_number(answers: Answers, job: str) -> None:
 
 
 def _check_power(answers: Answers, power: list[float], limit: list[float], utilisation: list[float]) -> None:
-    given, true = answers.number("a_power"), 100 * power[0] / limit[0]
-    if is_close(given, true, 0.06):
+    answer = answers.number("a_power")
+    true_percent = 100 * power[0] / limit[0]
+    if is_close(answer, true_percent, 0.06):
         return
     hint = "divide `power_w` by `power_limit_w`, times 100."
-    if is_close(given, power[0], 0.06):
+    if is_close(answer, power[0], 0.06):
         hint = "that is in watts."
-    if is_close(given, utilisation[0], 0.05):
+    if is_close(answer, utilisation[0], 0.05):
         hint = "that is its utilisation."
-    raise Wrong(f"`a_power` is not {given:g}: {hint}")
+    raise Wrong(f"`a_power` is not {answer:g}: {hint}")
 
 
-def _check_waits(answers: Answers, own: list[float], data: list[float], trained: list[float]) -> None:
-    slowest = own.index(max(own))
+def _check_waits(answers: Answers, own_seconds: list[float], data: list[float], trained: list[float]) -> None:
+    slowest = own_seconds.index(max(own_seconds))
     if answers.number("b_rank") != slowest:
         raise Wrong("`b_rank`: that rank has little work, and waits itself: see `own_seconds`.")
-    given, true = answers.number("b_waits"), 100 * (1 - min(own) / trained[0])
-    if is_close(given, true, 0.03):
+    answer = answers.number("b_waits")
+    true_percent = 100 * (1 - min(own_seconds) / trained[0])
+    if is_close(answer, true_percent, 0.03):
         return
     hint = "subtract the `own_seconds` of rank 0 from `train_seconds`, divide by `train_seconds`, times 100."
-    if is_close(given, 100 - true, 0.03):
+    if is_close(answer, 100 - true_percent, 0.03):
         hint = "for so long it worked. For how long did it not?"
-    if is_close(given, 100 * (1 - max(own) / trained[0]), 0.1):
+    if is_close(answer, 100 * (1 - max(own_seconds) / trained[0]), 0.1):
         hint = f"that is the wait of rank {slowest}. How long do the others wait for it?"
-    if is_close(given, 100 * data[0] / trained[0], 0.1):
+    if is_close(answer, 100 * data[0] / trained[0], 0.1):
         hint = "for so long it waited for its batches. It waits for more than these."
-    raise Wrong(f"`b_waits` is not {given:g}: {hint}")
+    raise Wrong(f"`b_waits` is not {answer:g}: {hint}")
 
 
 def _check_core(answers: Answers, cores: list[float], waiting: list[float]) -> None:
-    given, true = answers.number("c_core"), 100 * statistics.fmean(cores)
-    if is_close(given, true, 0.05):
+    answer = answers.number("c_core")
+    true_percent = 100 * statistics.fmean(cores)
+    if is_close(answer, true_percent, 0.05):
         return
     hint = "the `cores` of a rank are those that it used."
-    if is_close(given, true / 100, 0.05):
+    if is_close(answer, true_percent / 100, 0.05):
         hint = "give it in percent."
-    if is_close(given, 2 * true, 0.05):
+    if is_close(answer, 2 * true_percent, 0.05):
         hint = "that is how much of the core both ranks together used."
-    if is_close(given, 100 * waiting[0], 0.05):
+    if is_close(answer, 100 * waiting[0], 0.05):
         hint = "that is the share of the time in which it waited for a core."
-    raise Wrong(f"`c_core` is not {given:g}: {hint}")
+    raise Wrong(f"`c_core` is not {answer:g}: {hint}")
 
 
 def _check_cure(answers: Answers, job: str) -> None:
-    given = answers.word(f"{job}_cure", "workers", "batch", "cores", "rank", "admin", "fewer")
-    if given == CURES[job]:
+    answer = answers.word(f"{job}_cure", "workers", "batch", "cores", "rank", "admin", "fewer")
+    if answer == CURES[job]:
         return
     hints = {
         "a": "it has one GPU, and 64 images in a step are too few for that.",
         "b": "without the rank that the others wait for, its work would still have to be done.",
         "c": "each rank has all that it needs, except another core.",
     }
-    raise Wrong(f"`{job}_cure = {given}`: {hints[job]}")
+    raise Wrong(f"`{job}_cure = {answer}`: {hints[job]}")
 
 
 def _trace(job: str) -> Path:
     return REPOSITORY / GIVEN[f"{job}/monitor"]
 
 
-def _means(job: str, what: str, column: str) -> list[float]:
+def _means(job: str, kind: str, column: str) -> list[float]:
     """Return the means of each GPU or rank, in the order of their numbers."""
-    of_each = values(_trace(job), what, column)
-    return [statistics.fmean(found) for _, found in sorted(of_each.items())]
+    of_each = values(_trace(job), kind, column)
+    return [statistics.fmean(values_of_one) for _, values_of_one in sorted(of_each.items())]

@@ -116,16 +116,19 @@ SOLUTION = {
 ''',
 }
 STARTS_WITH = "`prediction`"
-SCRIPT, TRAIN, VALIDATE = "train.py", 96, 65  # images, which two ranks cannot share evenly
+SCRIPT = "train.py"
+TRAIN = 96  # images
+VALIDATE = 65  # images, which two ranks cannot share evenly
 Seen = dict[str, object]
 
 
-def check(mine: Workspace) -> str:
-    prediction = mine.answers().number("prediction")
-    program = mine.module(SCRIPT)
+def check(workspace: Workspace) -> str:
+    prediction = workspace.answers().number("prediction")
+    program = workspace.module(SCRIPT)
     wrong_device(program)
     with tempfile.TemporaryDirectory() as folder:
-        whole, parts = Path(folder) / "whole", Path(folder) / "parts"
+        whole = Path(folder) / "whole"
+        parts = Path(folder) / "parts"
         for place in (whole, parts):
             write_digits(place)
         ranks = run(program, whole, epochs=2)
@@ -165,13 +168,23 @@ def run(program: ModuleType, folder: Path, epochs: int) -> list[Seen]:
 
 def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
     """Run the script in this rank, and return what it read, computed and wrote."""
-    read, losses, backward, gradients, files, means = [], [], [], [], [], []
-    make, get, meet = program.Images.__init__, program.Images.__getitem__, dist.init_process_group
+    read = []
+    losses = []
+    backward = []
+    gradients = []
+    files = []
+    means = []
+    make = program.Images.__init__
+    get = program.Images.__getitem__
+    meet = dist.init_process_group
     # The script may leave the group at the end of main, as plain_ddp.py does, so the call is what counts.
     joined = Mock(side_effect=partial(meet, timeout=timedelta(seconds=TIMEOUT)))
-    step, save, entropy = torch.optim.SGD.step, torch.save, F.cross_entropy
+    step = torch.optim.SGD.step
+    save = torch.save
+    entropy = F.cross_entropy
     make_loader = DataLoader.__init__
-    back, normalize = torch.Tensor.backward, nn.BatchNorm2d.forward
+    back = torch.Tensor.backward
+    normalize = nn.BatchNorm2d.forward
 
     def made(images: object, where: Path, name: str) -> None:
         make(images, where, name)
@@ -352,7 +365,8 @@ def wrong_accuracy(program: ModuleType, folder: Path, said: float) -> None:
     labels = torch.from_numpy(np.load(folder / "validation-labels.npy"))
     with torch.no_grad():
         right = int((model(images).argmax(1) == labels).sum())
-    if not is_close(said, true := 100 * right / VALIDATE, 1e-3):
+    true = 100 * right / VALIDATE
+    if not is_close(said, true, 1e-3):
         raise Wrong(
             f"Of {VALIDATE} validation images the network knows {right}: {true:.2f} %. The script says "
             f"{said:.2f} %. Sum up over all ranks how many are right, and of how many, and then divide."
@@ -365,7 +379,8 @@ def wrong_resume(whole: list[Seen], resumed: list[Seen]) -> None:
         raise Wrong(f"After one of two epochs, the resumed run trains {epochs} more.")
     if "best.pt" in resumed[0]["files"]:
         raise Wrong("A resumed run forgets the best accuracy, and its first epoch overwrites best.pt.")
-    (loss, _), (in_one_go, _) = resumed[0]["results"][0], whole[0]["results"][1]
+    (loss, _) = resumed[0]["results"][0]
+    (in_one_go, _) = whole[0]["results"][1]
     if not is_close(loss, in_one_go, 1e-5):
         raise Wrong(
             f"Resumed after one epoch, the second epoch has a loss of {loss:.6f}. Without a stop, it has "
@@ -402,8 +417,8 @@ WRONG = [
     (SCRIPT, "torch.save(model.state", "torch.save(ddp.state", "begin with `module.`"),
     (SCRIPT, ACCURACY, ALONE + ACCURACY, "wait for each other in vain"),
     (SCRIPT, '        optimizer.load_state_dict(state["optimizer"])\n', "", "Resumed after one epoch"),
-    (SCRIPT, 'begin, best = state["epoch"], state', "best = state", "trains 2 more"),
-    (SCRIPT, 'begin, best = state["epoch"], state["best"]', 'begin = state["epoch"]', "forgets the best"),
+    (SCRIPT, '        begin = state["epoch"]\n', "", "trains 2 more"),
+    (SCRIPT, '        best = state["best"]\n', "", "forgets the best"),
     (SCRIPT, "    return device\n", "", "returns no device"),
     (SCRIPT, "    if last.exists", "    if rank == 0 and last.exists", "wait for each other in vain"),
 ]  # fmt: skip

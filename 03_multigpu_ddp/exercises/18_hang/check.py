@@ -55,7 +55,8 @@ SCRIPT = "train.py"
 SUM = "        dist.all_reduce(mean)  # all ranks compare the same number, so all of them save, or none\n"
 OF_RANK_0 = "        dist.broadcast(mean, src=0)\n        mean *= dist.get_world_size()\n"
 IF = "        if error < best:\n            best = error\n            saved.append(epoch)\n"
-SAVE, ALWAYS = "            save(model)\n", "        save(model)\n"
+SAVE = "            save(model)\n"
+ALWAYS = "        save(model)\n"
 WRONG = [
     ("answers.txt", "rank_1 = 28", "rank_1 = 42", "`line_of_rank_1`: rank 1 is in another line"),
     ("answers.txt", "rank_0 = 42", "rank_0 = 64", "only calls"),
@@ -74,11 +75,11 @@ CALLS = WHERE["save(model)"], WHERE["average_gradients(model)"]
 LOWEST = [0, 1, 2, 3]  # epochs
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
     check_answers(answers)
-    check_saved(run(mine))
+    check_saved(run(workspace))
     return (
         f"It runs to the end, and all ranks save together. You predicted that {prediction:.0f} ranks would "
         "stand still: all three did. Rank 1 found that its own error was worse than before, left out the "
@@ -90,12 +91,13 @@ def check(mine: Workspace) -> str:
 
 def check_answers(answers: Answers) -> None:
     for rank, true in enumerate(STANDS):
-        name, given = f"line_of_rank_{rank}", answers.number(f"line_of_rank_{rank}")
-        if given > len(LINES):
-            raise Wrong(f"`{name}`: train.py has {len(LINES)} lines; {given:.0f} is a line of PyTorch.")
-        if given in CALLS:
-            raise Wrong(f"`{name}`: line {given:.0f} only calls the function in which the rank waits.")
-        if given != true:
+        name = f"line_of_rank_{rank}"
+        answer = answers.number(f"line_of_rank_{rank}")
+        if answer > len(LINES):
+            raise Wrong(f"`{name}`: train.py has {len(LINES)} lines; {answer:.0f} is a line of PyTorch.")
+        if answer in CALLS:
+            raise Wrong(f"`{name}`: line {answer:.0f} only calls the function in which the rank waits.")
+        if answer != true:
             raise Wrong(
                 f"`{name}`: rank {rank} is in another line. Its process is the one with `rank: {rank}`."
             )
@@ -105,9 +107,10 @@ def check_answers(answers: Answers) -> None:
         raise Wrong("`left_by`: look for the condition that let ranks 0 and 2 go to the barrier, not rank 1.")
 
 
-def run(mine: Workspace) -> list[list[int]]:
+def run(workspace: Workspace) -> list[list[int]]:
     """Return the epochs in which each rank saved."""
-    program, meet = mine.module(SCRIPT), partial(dist.init_process_group, timeout=timedelta(seconds=TIMEOUT))
+    program = workspace.module(SCRIPT)
+    meet = partial(dist.init_process_group, timeout=timedelta(seconds=TIMEOUT))
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     with patch.dict(os.environ, place), patch.object(dist, "init_process_group", meet):
         return in_ranks(lambda rank, size: program.main(), size=3, group=False)

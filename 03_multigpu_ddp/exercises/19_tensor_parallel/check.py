@@ -64,7 +64,9 @@ SOLUTION = {
 }
 STARTS_WITH = "`prediction`"
 PLAN = '{"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}'
-SCRIPT, SUM, END = "split.py", "        dist.all_reduce(part)\n", "return gradient\n\n\ndef"
+SCRIPT = "split.py"
+SUM = "        dist.all_reduce(part)\n"
+END = "return gradient\n\n\ndef"
 WRONG = [
     (SCRIPT, "data.chunk(size, dim=0)[rank]", "data", "`up` has the shape (12, 4)"),
     (SCRIPT, "chunk(size, dim=1)[rank]", "chunk(size, dim=1)[0]", "Rank 1 has another part"),
@@ -78,26 +80,33 @@ WRONG = [
     ("answers.txt", "tensor_parallel = 100.7", "tensor_parallel = 201.3", "GELU"),
     ("answers.txt", "ddp = 18.9", "ddp = 9.4", "two layers"),
 ]  # fmt: skip
-WIDTH, HIDDEN, SIZE, NUMBERS = 4, 12, 2, 6
+WIDTH = 4
+HIDDEN = 12
+SIZE = 2
+NUMBERS = 6
 CUT = {"up": 0, "down": 1}
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
-    prediction, program = answers.number("prediction"), mine.module(SCRIPT)
+def check(share: Workspace) -> str:
+    answers = share.answers()
+    prediction = answers.number("prediction")
+    program = share.module(SCRIPT)
     for rank, seen in enumerate(in_ranks(lambda rank, size: behave(program, rank, size), SIZE)):
         judge(rank, seen)
-    once, weights = 16 * 1024 * 768 * 4 / 1e6, 2 * 768 * 3072 * 4 / 1e6
-    given = answers.number("tensor_parallel")
-    if not is_close(given, 2 * once):
+    once = 16 * 1024 * 768 * 4 / 1e6
+    weights = 2 * 768 * 3072 * 4 / 1e6
+    answer = answers.number("tensor_parallel")
+    if not is_close(answer, 2 * once):
         hints = {once: "there is one in the backward pass, too", 4 * once: "none is needed before the GELU"}
         hint = next(
-            (hint for wrong, hint in hints.items() if is_close(given, wrong)), "compute the size of x"
+            (hint for wrong, hint in hints.items() if is_close(answer, wrong)), "compute the size of x"
         )
-        raise Wrong(f"`tensor_parallel` is not {given:g} MB: {hint}.")
-    given = answers.number("ddp")
-    if not is_close(given, weights):
-        raise Wrong(f"`ddp` is not {given:g} MB: there are two layers of 768 x 3072 gradients, 4 bytes each.")
+        raise Wrong(f"`tensor_parallel` is not {answer:g} MB: {hint}.")
+    answer = answers.number("ddp")
+    if not is_close(answer, weights):
+        raise Wrong(
+            f"`ddp` is not {answer:g} MB: there are two layers of 768 x 3072 gradients, 4 bytes each."
+        )
     return (
         f"There are two all-reduces, each as large as x (you predicted {prediction:g}): {2 * once:.0f} MB "
         f"for this block, where DDP has {weights:.0f}. The traffic of DDP is as large as the weights, "
@@ -110,23 +119,25 @@ def check(mine: Workspace) -> str:
 def behave(program: ModuleType, rank: int, size: int) -> dict[str, object]:
     """Return what whole and split layers do in this rank, and the bytes of the learner's all-reduces."""
     torch.manual_seed(1)
-    layers, x = program.Layers(WIDTH, HIDDEN), torch.randn(NUMBERS, WIDTH, requires_grad=True)
-    reduce, travelled = dist.all_reduce, []
+    layers = program.Layers(WIDTH, HIDDEN)
+    x = torch.randn(NUMBERS, WIDTH, requires_grad=True)
+    reduce = dist.all_reduce
+    travelled = []
 
     def counted(tensor: torch.Tensor, *arguments: object, **how: object) -> object:
         travelled.append(tensor.numel() * tensor.element_size())
         return reduce(tensor, *arguments, **how)
 
     seen = {"whole": run(layers, lambda: layers(x), x), "bytes": travelled}
-    mine = program.share(layers, rank, size)
+    share = program.share(layers, rank, size)
     for name, dim in CUT.items():
         judge_share(
-            name, rank, getattr(mine, name).weight, getattr(layers, name).weight.chunk(size, dim)[rank]
+            name, rank, getattr(share, name).weight, getattr(layers, name).weight.chunk(size, dim)[rank]
         )
         gradient = getattr(layers, name).weight.grad
         seen["whole"][name] = gradient.chunk(size, dim)[rank].tolist()
     with patch.object(dist, "all_reduce", counted):
-        seen["by hand"] = run(mine, lambda: program.by_hand(mine, x), x)
+        seen["by hand"] = run(share, lambda: program.by_hand(share, x), x)
     split = program.by_pytorch(layers, size)
     try:
         return seen | {"by PyTorch": run(split, lambda: split(x), x)}
@@ -144,37 +155,41 @@ def run(layers: nn.Module, forward: object, x: torch.Tensor) -> dict[str, object
     result = forward()
     result.square().mean().backward()
     gradients = {name: getattr(layers, name).weight.grad for name in CUT}
-    own = {name: getattr(grad, "to_local", lambda grad=grad: grad)() for name, grad in gradients.items()}
-    found = {"result": result, "x": x.grad, **own}
-    return {name: tensor.tolist() for name, tensor in found.items()}
+    whole_gradients = {
+        name: getattr(grad, "to_local", lambda grad=grad: grad)() for name, grad in gradients.items()
+    }
+    tensors = {"result": result, "x": x.grad, **whole_gradients}
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def judge_share(name: str, rank: int, got: torch.Tensor, right: torch.Tensor) -> None:
-    if got.shape != right.shape:
+def judge_share(name: str, rank: int, of_rank: torch.Tensor, of_whole: torch.Tensor) -> None:
+    if of_rank.shape != of_whole.shape:
         raise Wrong(
-            f"On each of two ranks, `{name}` has the shape {tuple(got.shape)}; half of the hidden numbers "
-            f"make {tuple(right.shape)}."
+            f"On each of two ranks, `{name}` has the shape {tuple(of_rank.shape)}; half of the hidden "
+            "numbers "
+            f"make {tuple(of_whole.shape)}."
         )
-    if not got.equal(right):
+    if not of_rank.equal(of_whole):
         raise Wrong(f"Rank {rank} has another part of `{name}` than its own: the parts are in order of rank.")
 
 
 def judge(rank: int, seen: dict[str, object]) -> None:
     for way in ("by hand", "by PyTorch"):
         for name, whole in seen["whole"].items():
-            right, got = torch.tensor(whole), torch.tensor(seen[way][name])
-            if got.shape != right.shape:
+            of_whole = torch.tensor(whole)
+            of_rank = torch.tensor(seen[way][name])
+            if of_rank.shape != of_whole.shape:
                 raise Wrong(f"PyTorch has not split `{name}` as you have: see the plan in `by_pytorch`.")
-            if torch.allclose(got, right, rtol=1e-4, atol=1e-7):
+            if torch.allclose(of_rank, of_whole, rtol=1e-4, atol=1e-7):
                 continue
-            factor = ((got * right).sum() / right.square().sum()).item()
+            factor = ((of_rank * of_whole).sum() / of_whole.square().sum()).item()
             if name == "result":
-                mean = torch.allclose(SIZE * got, right, rtol=1e-4, atol=1e-7)
-                what = "the parts make a sum, not a mean" if mean else "it is a part of the sum"
-                raise Wrong(f"{way}: the result on rank {rank} is not that of the whole layers: {what}.")
-            what = "x" if name == "x" else f"the weights of `{name}`"
+                mean = torch.allclose(SIZE * of_rank, of_whole, rtol=1e-4, atol=1e-7)
+                reason = "the parts make a sum, not a mean" if mean else "it is a part of the sum"
+                raise Wrong(f"{way}: the result on rank {rank} is not that of the whole layers: {reason}.")
+            reason = "x" if name == "x" else f"the weights of `{name}`"
             raise Wrong(
-                f"{way}: on rank {rank}, the gradient of {what} is not that of the whole layers, but about "
+                f"{way}: on rank {rank}, the gradient of {reason} is not that of the whole layers, but about "
                 f"{factor:.2f} times that. Which sums does the backward pass need, and which does it not "
                 "need?"
             )

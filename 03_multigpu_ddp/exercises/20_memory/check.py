@@ -71,16 +71,17 @@ PARTS = {
 }
 
 
-def check(mine: Workspace) -> str:
-    answers = mine.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
     for name in PARTS:
         judge(answers, name)
     if answers.word("halved", "weights", "gradients", "optimizer", "activations") != "activations":
         raise Wrong("`halved`: with DDP, each GPU has all of the network, and half of the samples.")
-    found = mine.module("memory.py").measure(layers=8, width=512, batch=2048)
+    measured = workspace.module("memory.py").measure(layers=8, width=512, batch=2048)
     return (
-        f"The fullest moment has {found['fullest']:.0f} MB; you predicted {prediction:g}. It is the start of "
+        f"The fullest moment has {measured['fullest']:.0f} MB; you predicted {prediction:g}. It is the "
+        "start of "
         "the backward pass: weights, AdamW's means, the batch and all activations are in memory "
         f"({3 * WEIGHTS + BATCH + ACTIVATIONS:.0f} MB), no gradient of a weight yet, but two gradients of "
         "activations. From then on, each layer frees more than its gradient takes. So a smaller batch, or "
@@ -90,7 +91,7 @@ def check(mine: Workspace) -> str:
 
 def judge(answers: Answers, name: str) -> None:
     true, hints = PARTS[name]
-    given = answers.number(name)
-    if not is_close(given, true):
-        hint = next((hint for wrong, hint in hints.items() if is_close(given, wrong)), "see `hint memory`")
-        raise Wrong(f"`{name}` is not {given:g} MB: {hint}.")
+    answer = answers.number(name)
+    if not is_close(answer, true):
+        hint = next((hint for wrong, hint in hints.items() if is_close(answer, wrong)), "see `hint memory`")
+        raise Wrong(f"`{name}` is not {answer:g} MB: {hint}.")

@@ -5,7 +5,9 @@ import time
 
 from device import Device
 
-EPOCHS, STEPS, BATCH = 4, 20, 64
+EPOCHS = 4
+STEPS = 20
+BATCH = 64
 
 
 def images_per_second(device, clock=time.perf_counter) -> float:

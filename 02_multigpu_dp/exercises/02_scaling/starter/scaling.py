@@ -31,12 +31,12 @@ def efficiency(one: float, two: float, devices: int) -> float:
 
 def runs() -> dict[tuple[int, int], list[dict]]:
     """Return the epochs of every run, by (devices, global batch)."""
-    found = {}
+    epochs_of = {}
     for path in sorted(Path(__file__).with_name("runs").glob("*.csv")):
         with path.open() as file:
             epochs = [{name: number(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
-        found.setdefault((epochs[0]["devices"], epochs[0]["global_batch"]), []).extend(epochs)
-    return found
+        epochs_of.setdefault((epochs[0]["devices"], epochs[0]["global_batch"]), []).extend(epochs)
+    return epochs_of
 
 
 def number(cell: str) -> float | str:
@@ -47,21 +47,27 @@ def number(cell: str) -> float | str:
 
 
 def main() -> None:
-    found = runs()
-    missing = sorted({(devices, batch) for devices in (1, 2) for batch in (128, 256)} - set(found))
+    epochs_of = runs()
+    missing = sorted({(devices, batch) for devices in (1, 2) for batch in (128, 256)} - set(epochs_of))
     if missing:
         raise SystemExit(f"in runs/ there is none yet of (devices, batch) {missing}")
     print("devices  batch  images/s  total s  accuracy %")
-    for (devices, batch), epochs in sorted(found.items()):
+    for (devices, batch), epochs in sorted(epochs_of.items()):
         last = epochs[-1]["test_accuracy"]
-        speed, total = images_per_s(epochs), total_s(epochs)
+        speed = images_per_s(epochs)
+        total = total_s(epochs)
         print(f"{devices:7.0f}  {batch:5.0f}  {speed:8,.0f}  {total:7.1f}  {last:10.2f}")
     print("\n        one -> two  speedup  efficiency  total time is shorter by")
     for name, (batch, batch_on_two) in {"strong": STRONG, "weak": WEAK}.items():
-        one, two = found[1, batch], found[2, batch_on_two]
-        x, y, shorter = images_per_s(one), images_per_s(two), total_s(one) / total_s(two)
+        one = epochs_of[1, batch]
+        two = epochs_of[2, batch_on_two]
+        speed_of_one = images_per_s(one)
+        speed_of_two = images_per_s(two)
         pair = f"{batch} -> {batch_on_two}"
-        print(f"{name:6}  {pair:>10}  {speedup(x, y):7.2f}  {efficiency(x, y, 2):10.0%}  {shorter:.2f} times")
+        times_as_fast = speedup(speed_of_one, speed_of_two)
+        share = efficiency(speed_of_one, speed_of_two, 2)
+        shorter = total_s(one) / total_s(two)
+        print(f"{name:6}  {pair:>10}  {times_as_fast:7.2f}  {share:10.0%}  {shorter:.2f} times")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,11 @@ def all_reduced(weights: int, gpus: int) -> float:
 
 
 def main() -> None:
-    model, batch = Net(), torch.zeros(256, 1, 28, 28)
-    weights, images, outputs = bytes_of_weights(model), bytes_of(batch), bytes_of(model(batch))
+    model = Net()
+    batch = torch.zeros(256, 1, 28, 28)
+    weights = bytes_of_weights(model)
+    images = bytes_of(batch)
+    outputs = bytes_of(model(batch))
     print(f"MB: {weights / 1e6:.1f} of weights, {images / 1e6:.1f} of images, {outputs / 1e6:.3f} of outputs")
     print("GPUs  DataParallel's first sends  takes in  each of DDP, both")
     for gpus in (2, 4, 8):

@@ -44,7 +44,8 @@ def main() -> None:
 def join() -> tuple[int, int]:
     """Meet the other processes, on any number of nodes; returns rank and world size."""
     os.environ["MASTER_ADDR"] = "localhost"
-    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["LOCAL_RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=size)
     return rank, size
 

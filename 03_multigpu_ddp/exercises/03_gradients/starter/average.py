@@ -15,7 +15,8 @@ def average(model: nn.Module) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     torch.manual_seed(1)  # the same first weights and the same data on every rank
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     model[0].requires_grad_(False)  # frozen, as in fine-tuning

@@ -24,12 +24,14 @@ def step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     for parts in (1, PARTS):
         torch.manual_seed(1)
         model = DistributedDataParallel(nn.Linear(20, 10))
         exchanges = count_exchanges(model)
-        images, labels = torch.randn(64, 20), torch.randint(10, (64,))
+        images = torch.randn(64, 20)
+        labels = torch.randint(10, (64,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step(model, optimizer, (images[rank::size], labels[rank::size]), parts)
         if rank == 0:

@@ -3,7 +3,8 @@
 Try: python exercises/05_learning_rate/mine/rate.py
 """
 
-LR, BATCH = 0.02, 64  # a learning rate that is good at this global batch
+BATCH = 64  # a global batch size,
+LR = 0.02  # and a learning rate that is good there
 
 
 def scaled(lr: float, rule: str, batch_per_rank: int, ranks: int) -> float:
@@ -29,5 +30,6 @@ if __name__ == "__main__":
     )
     for ranks in (1, 4, 16, 64):
         linear, root = [scaled(LR, rule, BATCH, ranks) for rule in ("linear", "sqrt")]
-        first, updates = warmed_up(linear, 1, 40), 20_000 // (BATCH * ranks)
+        first = warmed_up(linear, 1, 40)
+        updates = 20_000 // (BATCH * ranks)
         print(f"{BATCH * ranks:12,}   {linear:6.4f}   {root:6.4f}   {updates:24}   {first:.6f}")

@@ -25,14 +25,15 @@ def main() -> None:
     parser.add_argument("what", choices=[samples.GPU, samples.RANK, samples.NODE, EPOCH])
     parser.add_argument("column", nargs="+")
     opts = parser.parse_args()
-    if unknown := set(opts.column) - set(COLUMNS):
+    unknown = set(opts.column) - set(COLUMNS)
+    if unknown:
         parser.error(f"there is no column {unknown.pop()}")
     trace = Path(__file__).parent / opts.trace / samples.FOLDER
-    found = {column: values(trace, opts.what, column) for column in opts.column}
+    columns = {column: values(trace, opts.what, column) for column in opts.column}
     print(f"{'':8}", *(f"{column:>15}" for column in opts.column))
-    for number in {number: None for of_each in found.values() for number in of_each}:
-        means = (mean(of_each.get(number, [])) for of_each in found.values())
-        print(f"{opts.what:5} {number:2}", *(f"{each:>15}" for each in means))
+    for number in {number: None for by_number in columns.values() for number in by_number}:
+        means = [mean(by_number.get(number, [])) for by_number in columns.values()]
+        print(f"{opts.what:5} {number:2}", *(f"{cell:>15}" for cell in means))
 
 
 def values(folder: Path, what: str, column: str) -> dict[str, list[object]]:
@@ -49,11 +50,11 @@ def values(folder: Path, what: str, column: str) -> dict[str, list[object]]:
         counted = {row["epoch"] for row in epochs}
         rows = [row for row in records.read_ranks(path) if row["epoch"] in counted and what == samples.RANK]
         key = "rank"
-    found: dict[str, list[object]] = {}
+    by_number: dict[str, list[object]] = {}
     for row in rows:
         if column in row:
-            found.setdefault(str(row[key]), []).append(row[column])
-    return found
+            by_number.setdefault(str(row[key]), []).append(row[column])
+    return by_number
 
 
 def _trained(row: dict[str, object]) -> tuple[float, float]:
@@ -67,10 +68,13 @@ def _is_within(time: float, spans: list[tuple[float, float]]) -> bool:
     return any(began <= time - samples.PERIOD_SECONDS and time <= ended for began, ended in spans)
 
 
-def mean(found: list[object]) -> str:
-    if not found:
+def mean(cells: list[object]) -> str:
+    """Return the mean of numbers, and of words the most frequent one."""
+    if not cells:
         return "-"
-    return statistics.mode(found) if isinstance(found[0], str) else f"{statistics.fmean(found):.2f}"
+    if isinstance(cells[0], str):
+        return statistics.mode(cells)
+    return f"{statistics.fmean(cells):.2f}"
 
 
 if __name__ == "__main__":

@@ -50,20 +50,24 @@ def main(arguments: list[str] | None = None) -> list[tuple[float, float]]:
 
     device = choose_device()
     torch.manual_seed(1)
-    train_set, validation_set = Images(options.folder, "train"), Images(options.folder, "validation")
+    train_set = Images(options.folder, "train")
+    validation_set = Images(options.folder, "validation")
     order = torch.Generator()
     batches = DataLoader(train_set, BATCH, shuffle=True, drop_last=True, generator=order)
     validation_batches = DataLoader(validation_set, BATCH)
 
     model = network().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    begin, best, results = 0, 0.0, []
+    begin = 0
+    best = 0.0
+    results = []
     last = options.folder / "last.pt"
     if last.exists():  # go on where an earlier run ended
         state = torch.load(last, map_location=device)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        begin, best = state["epoch"], state["best"]
+        begin = state["epoch"]
+        best = state["best"]
 
     for epoch in range(begin, options.epochs):
         order.manual_seed(epoch)

@@ -16,7 +16,8 @@ class Layers(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.gelu(self.up(x)))
@@ -68,9 +69,11 @@ def by_pytorch(layers: Layers, size: int) -> nn.Module:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     torch.manual_seed(1)  # the same weights and the same input on every rank
-    layers, x = Layers(8, 32), torch.randn(4, 8, requires_grad=True)
+    layers = Layers(8, 32)
+    x = torch.randn(4, 8, requires_grad=True)
     mine = share(layers, rank, size)
     for name, result in {
         "whole": layers(x),

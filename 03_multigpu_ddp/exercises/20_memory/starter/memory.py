@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-LAYERS, WIDTH, BATCH = 8, 512, 2048
+LAYERS = 8
+WIDTH = 512
+BATCH = 2048
 OPTIMIZER = torch.optim.AdamW
 
 
@@ -43,11 +45,11 @@ class Alive(TorchDispatchMode):
 def measure(layers: int = LAYERS, width: int = WIDTH, batch: int = BATCH) -> dict[str, float]:
     """Return what lies in memory at six moments of the second step, and at the fullest of all, in MB."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = {}
+    megabytes = {}
     with Alive() as alive:
 
         def note(moment: str) -> None:
-            found[moment] = alive.now / 1e6
+            megabytes[moment] = alive.now / 1e6
 
         parts = [part for _ in range(layers) for part in (nn.Linear(width, width, bias=False), nn.ReLU())]
         model = nn.Sequential(*parts).to(device)
@@ -66,8 +68,8 @@ def measure(layers: int = LAYERS, width: int = WIDTH, batch: int = BATCH) -> dic
             del loss, inputs
             optimizer.zero_grad()
             note("after zero_grad")
-        found["fullest"] = alive.peak / 1e6
-    return found
+        megabytes["fullest"] = alive.peak / 1e6
+    return megabytes
 
 
 if __name__ == "__main__":
