@@ -11,11 +11,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, TextIO
 
 from trainkit.distributed.launchers import rank_of
-from trainkit.job_folder import here, note
+from trainkit.job_folder import note
 from trainkit.signals import STOP_SIGNALS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -150,30 +149,6 @@ def lost_peers(error: Exception) -> bool:
     # gloo also raises the second, after its timeout, if the backward pass was waiting.
     by_torch = type(error).__name__ in DISTRIBUTED or re.search("gloo|pair closure", str(error))
     return isinstance(error, RuntimeError) and bool(by_torch)
-
-
-def quiet_without_run() -> None:
-    """Hide the traceback of Ctrl-C and UserErrors, before `run` (during `import torch`) or without it."""
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, UserError):
-            text = str(error)
-        elif _lacks_memory(error):
-            text = NO_MEMORY
-        elif isinstance(error, ModuleNotFoundError) and here():
-            # In a job it is mostly the wrong Python.
-            remedy = "correct activate_environment in slurm/site.sh, or install it"
-            text = f"{sys.executable} has no {error.name}: {remedy}."
-        else:
-            text = ""
-        if text:
-            text = f"error{_on_which_rank()}: {text}"
-            note("failed", text)
-            print(text, file=sys.stderr)
-        elif not issubclass(kind, KeyboardInterrupt):
-            sys.__excepthook__(kind, error, trace)
-
-    sys.excepthook = hook
 
 
 def print_line(text: str | None = None, stream: TextIO | None = None) -> None:

@@ -51,7 +51,8 @@ def test_a_recorder_tells_ranks_that_train_alone(forking: Forking, tmp_path: Pat
     (tmp_path / "ranks.py").write_text(ON_RANKS)
     env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
     alone = forking.run(tmp_path / "ranks.py", ranks=2, env=env)
-    assert "each of the 2 ranks has trained a Linear of its own" in failed(alone)
+    assert alone.returncode == 1
+    assert "UserError: each of the 2 ranks has trained a Linear of its own" in alone.stderr
     assert not list((tmp_path / "runs").glob("*.csv"))
     # Also of weights that are trained from some step on, and of those that become NaN on all ranks.
     for ways in (["differ"], ["wrapped"], ["wrapped", "thaw"], ["wrapped", "diverge"]):
@@ -63,4 +64,5 @@ def test_a_group_of_one_for_each_process_is_told(forking: Forking, tmp_path: Pat
     text = ON_RANKS.replace('"gloo"', '"gloo", rank=0, world_size=1, store=dist.HashStore()')
     (tmp_path / "ranks.py").write_text(text)
     done = forking.run(tmp_path / "ranks.py", ranks=2, env=ENVIRONMENT)
-    assert "this is one of 2 processes, and its process group has only itself" in failed(done)
+    assert done.returncode == 1
+    assert "UserError: this is one of 2 processes, and its process group has only itself" in done.stderr

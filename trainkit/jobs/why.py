@@ -24,7 +24,11 @@ ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
 NODE_FAILED = "srun: error: Node failure on "
 NO_STEP = re.compile(r"srun: error: (Unable to create step.*)")
 NO_COMMAND = re.compile(r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code 12[67]")  # by bash, or env
-CLUES = re.compile(r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )")
+# How Python ends that is not the one in which the packages were installed.
+NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+CLUES = re.compile(
+    r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )|ModuleNotFoundError"
+)
 MOST_REASONS = 9  # that are printed
 OWN_LOG = "_0_log.out"  # how the name of submitit's log of rank 0 ends
 # How an exception's traceback ends, and an error in a sentence.
@@ -72,6 +76,11 @@ class Evidence:
         self._waited = sorted({int(rank) for line in self._lines for rank in TIMEOUT.findall(line)})
 
     @property
+    def _is_plain(self) -> bool:
+        """Return whether the job is of a plain script, whose ranks leave no notes."""
+        return (self._folder / job_folder.PLAIN).exists()
+
+    @property
     def node_failed(self) -> bool:
         """Return whether srun says that a node has failed; its exit code may be 0 then."""
         return any(line.startswith(NODE_FAILED) for line in self._lines)
@@ -95,7 +104,7 @@ class Evidence:
         return []
 
     def _never_started(self) -> Reason | None:
-        """Return why srun could not start the ranks' Python, if it says so."""
+        """Return why the ranks' program could not start, if srun or Python says so."""
         for line in self._lines:
             refused = NO_STEP.match(line)
             if refused:
@@ -106,6 +115,11 @@ class Evidence:
             if NO_COMMAND.match(line):
                 remedy = "correct activate_environment, SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh"
                 return Reason(f"no rank could start, as a command was not found: {remedy}")
+        for line in reversed(self._lines):
+            lacking = NO_MODULE.search(line)
+            if lacking and not self._is_plain:
+                remedy = "correct activate_environment in slurm/site.sh, or install it"
+                return Reason(f"the job's Python has no {lacking[1]}: {remedy}", exit_code=1)
         return None
 
     def _noted_by_a_rank(self) -> Reason | None:
@@ -152,7 +166,7 @@ class Evidence:
         words = _in_words(how)
         if how.startswith("Killed") and self._left:
             words = f"was ended by srun, {self._left[1]} s after another rank left: let all leave together"
-        if (self._folder / job_folder.PLAIN).exists():  # its ranks leave no notes
+        if self._is_plain:
             words = words.replace(" silently,", "")
         if words == "aborted":
             words += self._cause_of_abort(rank)
@@ -184,8 +198,7 @@ class Evidence:
             return reason
         log = self._log.with_name(f"{self._log.name.removesuffix(OWN_LOG)}_{reason.rank}_log.out")
         text = reason.text
-        plain = (self._folder / job_folder.PLAIN).exists()
-        if plain and self._first_start and re.search(r"exit code \d+$", text):
+        if self._is_plain and self._first_start and re.search(r"exit code \d+$", text):
             words = _last_words(log)
             text += f": {words}" if words else ""
         if reason.rank and log.is_file():  # that of rank 0 is the job's

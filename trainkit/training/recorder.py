@@ -11,7 +11,7 @@ from torch import nn
 from trainkit.config import options
 from trainkit.devices import reset_peak_memory
 from trainkit.distributed import process_group
-from trainkit.errors import UserError, first_line, quiet_without_run
+from trainkit.errors import UserError, first_line
 from trainkit.record.columns import OWN_LOOP
 from trainkit.record.records import ALL_EPOCHS, ITS_LOOP, SAME, RecordWriter, Row
 from trainkit.signals import STOP_SIGNALS, hear_stop
@@ -68,7 +68,6 @@ class Recorder:
         weights_differ: bool = False,
         results_dir: Path | str | None = None,
     ) -> None:
-        quiet_without_run()
         self._optimizer = inner_optimizer(optimizer)
         self._device, self._batch_size = next(model.parameters()).device, batch_size
         dist_env = process_group.read_distributed(self._device)
