@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.training import model
-from trainkit.training.run import Agreement
+from trainkit.training.stop_signal import Agreement
 
 # .item(), nonzero(), selections by a mask: the CPU needs to know numbers, or how many there are.
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"}
@@ -130,7 +130,7 @@ if __name__ == "__main__":
         model.Dropout = lambda _: nn.Identity()
     sys.path[0] = str(Path(sys.argv[0]).parent)  # as Python does
     if how == "count-waits":
-        Agreement.due = lambda self: False  # as often as the clock wants
+        Agreement.is_due = lambda self: False  # as often as the clock wants
         main = runpy.run_path(sys.argv[0])["main"].__wrapped__  # it does not end the process
         with Waits() as waits:
             main()

@@ -17,3 +17,8 @@ def hear_stop(handler: Callable[..., None]) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, handler)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def unblock_stop_signals() -> None:
+    """Let the signals through, which a job blocks until its training can handle them (slurm/job_env.sh)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

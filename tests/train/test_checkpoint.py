@@ -51,8 +51,8 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen) -> None:
 # The ranks ask each other every few steps, however fast the machine, and saving takes a moment: so there are
 # checkpoints within an epoch, a signal comes within one, and a kill within the saving.
 SLOW = """
-from trainkit.training import run as running
-running.SECONDS_BETWEEN = 0.05
+from trainkit.training import stop_signal
+stop_signal.SECONDS_BETWEEN_MEETINGS = 0.05
 save = torch.save
 torch.save = lambda *what: (save(*what), __import__("time").sleep(0.1))
 """
@@ -129,10 +129,10 @@ from trainkit.training.checkpoint import Checkpointer
 save = Checkpointer.save
 
 
-def save_or_die(self, epoch, partial_epoch=None, stop=False):
+def save_or_die(self, epoch, partial_epoch=None):
     if os.environ.get("KILLED_BEFORE") == str(epoch):
         os.kill(os.getpid(), 9)
-    save(self, epoch, partial_epoch, stop)
+    save(self, epoch, partial_epoch)
 
 
 Checkpointer.save = save_or_die

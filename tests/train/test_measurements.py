@@ -23,12 +23,11 @@ SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--width",
 SECONDS, MEMORY = (10, 32), (500, 700)
 PLANTED = f"""
 import itertools, types
-from trainkit.training import run
-from trainkit.training import clock
+from trainkit.training import clock, facts
 
 ticks = itertools.count(0, {SECONDS}[faults.rank()])
 clock.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
-run.peak_memory_mb = lambda device: {MEMORY}[faults.rank()]
+facts.peak_memory_mb = lambda device: {MEMORY}[faults.rank()]
 
 def save(optimizer):
     weights = [weight.detach() for group in optimizer.param_groups for weight in group["params"]]
@@ -60,7 +59,7 @@ def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path, checko
     checkout.plant(
         "single",
         """
-        from trainkit.training import run
+        from trainkit.training import facts, run
 
         peak, held = 900, 700
 
@@ -77,7 +76,7 @@ def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path, checko
             held = 300
 
         run.reset_peak_memory = reset
-        run.peak_memory_mb = lambda device: peak
+        facts.peak_memory_mb = lambda device: peak
         faults.before_every_step(hold)
         faults.after_epoch(1, hold_less)
         """,

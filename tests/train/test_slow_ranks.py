@@ -86,10 +86,10 @@ def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
 
 def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script, checkout: Checkout) -> None:
     """DataParallel has one rank and several devices, of which the first is the fullest."""
-    gpus = "run.devices_in_use = lambda device: [torch.device('cuda', index) for index in range(3)]"
-    names = "run.device_name = lambda device: 'H200'"
-    memory = "run.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
-    checkout.plant("dp", f"from trainkit.training import run; {gpus}; {names}; {memory}")
+    gpus = "facts.devices_in_use = lambda device: [torch.device('cuda', index) for index in range(3)]"
+    names = "facts.device_name = lambda device: 'H200'"
+    memory = "facts.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
+    checkout.plant("dp", f"from trainkit.training import facts; {gpus}; {names}; {memory}")
     done = succeeded(script(checkout.script("dp"), *SMALL, "--results-dir", tmp_path))
     assert list(of_ranks(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
     assert rows_of(tmp_path)[-1]["peak_memory_mb"] == 900

@@ -1,20 +1,18 @@
-"""Save the state of the training, resume from it later, and stop when Slurm asks.
+"""Save the state of the training, and resume from it later.
 
 A checkpoint is one file, `epoch-E-step-S.pt`, made before step S (counted from 0) of epoch E; `Checkpoint`
-says what is in it. `Checkpointer` saves one after every epoch, within an epoch every --checkpoint-minutes,
-and when a signal stops the training. The two newest are kept: if the last one is damaged, a resume takes the
-one before it.
+says what is in it. Of those that `Checkpointer` saves the two newest are kept: if the last one is damaged, a
+resume takes the one before it.
 """
 
 import io
 import re
-import signal
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -27,7 +25,6 @@ from trainkit.distributed import process_group
 from trainkit.errors import Stopped, UserError, first_line, print_line
 from trainkit.files import check_writable, explained, locked
 from trainkit.record.records import RecordWriter
-from trainkit.signals import STOP_SIGNALS, hear_stop
 from trainkit.training import identity
 from trainkit.training.evaluation import PartialEpoch, diverged
 from trainkit.training.model import class_name, unwrapped
@@ -36,12 +33,12 @@ from trainkit.training.state_file import fitting, load_parts, load_verified, ref
 if TYPE_CHECKING:
     from trainkit.training.sharded import Sharded
 
-VERSION = 4  # of the fields of Checkpoint
-KEPT = 2  # checkpoints
+VERSION = 5  # of the fields of Checkpoint
+CHECKPOINTS_KEPT = 2
 LOCK = ".lock"
 NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.pt")
-# The names of the parts that every training has. Run refuses them as names of the script's own parts.
-ALWAYS_THERE = ("model", "optimizer", "lr_scheduler", "early_stopping")
+# The names of the parts that every training with a Run has, so that a script's own parts have others.
+PARTS_OF_RUN = ("model", "optimizer", "lr_scheduler", "early_stopping")
 
 
 @dataclass
@@ -53,13 +50,16 @@ class Checkpoint:
     # The state_dict of each part by its name: the network without wrappers, the optimizer, the lr_scheduler,
     # and what else the script keeps. A network that is split over the ranks is whole in it.
     parts: dict[str, dict[str, object]]
-    split: bool  # the states of network and optimizer are those of Sharded, keyed by the names of the weights
-    per_rank_state: (
-        list[torch.Tensor] | None
-    )  # of each rank what the script keeps for it, as bytes of torch.save
-    rng_states: list[list[torch.Tensor]]  # of each rank the states of its generators
-    training: dict[str, object]  # what makes another training: see Checkpointer._describe_training
-    record: dict[str, object]  # what the record of the next start has to know of this one's
+    # Whether the states of network and optimizer are those of Sharded, by the names of the weights.
+    sharded: bool
+    # What the script keeps for each rank, as bytes of torch.save.
+    per_rank_state: list[torch.Tensor] | None
+    # The states of the generators of each rank.
+    rng_states: list[list[torch.Tensor]]
+    # What makes another training: see Checkpointer._describe_training.
+    training: dict[str, object]
+    # What the record of the next start has to know of this one's; empty without a record.
+    record: dict[str, object]
     version: int = VERSION
 
 
@@ -71,23 +71,39 @@ class Newest(NamedTuple):
 
 
 class Checkpointer:
-    """The checkpoints of one run, in `--checkpoint-dir`; without that option nothing is saved.
+    """The checkpoints of one training, in `--checkpoint-dir`; without that option nothing is saved.
 
-    Every rank creates one and calls its methods at the same points. It saves `model`, `parts`,
-    `per_rank_state` (by name; each has a state_dict) and `record`, which only rank 0 has. From then on the
-    signals USR2 and SIGTERM mean: save at the next step and stop.
+        checkpointer = Checkpointer(opts, dataset="digits", model=model, parts={"optimizer": optimizer})
+        checkpointer.resume()
+        for epoch in checkpointer.epochs():
+            ...  # train
+            checkpointer.save(epoch + 1)
+        checkpointer.finish()
+
+    Every rank creates one after the process group, and calls its methods at the same points.
+
+    Args:
+        options: what shapes the training is compared at a resume; the others say where checkpoints are, when
+            one is due, and how many epochs there are.
+        dataset: its name; a checkpoint of another data set is refused.
+        model: the network, wrapped or not.
+        parts: what else is saved, by name: the optimizer and others with a state_dict and load_state_dict.
+        record: the record of the training, which only rank 0 has.
+        sharded: the network and optimizer, if they are split over the ranks.
+        per_rank_state: what differs by rank, by name: each rank gets its own back.
 
     Raises:
-        UserError: if the folder cannot be written to, or is another run's.
+        UserError: if the folder cannot be written to, or another run saves there.
     """
 
     def __init__(
         self,
         options: Options,
+        *,
         dataset: str,
         model: nn.Module,
         parts: dict[str, object],
-        record: RecordWriter | None,
+        record: RecordWriter | None = None,
         sharded: "Sharded | None" = None,
         per_rank_state: dict[str, object] | None = None,
     ) -> None:
@@ -105,15 +121,9 @@ class Checkpointer:
             del self._parts["model"], self._parts["optimizer"]
         self._first_epoch = 1
         self._partial_epoch: PartialEpoch | None = None
-        self._stop_asked = False
         self._saved_at = time.monotonic()
         if self._folder:
             process_group.on_rank_0(self._open_folder)
-            hear_stop(self._ask_to_stop)
-        # A job blocks them until the training can handle them (slurm/job_env.sh).
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-    # --- what Run asks ------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """With `--resume auto`, go on from the newest checkpoint, if there is one.
@@ -134,58 +144,55 @@ class Checkpointer:
         """Return the part of `epoch` that an earlier process trained, or None."""
         return self._partial_epoch if epoch == self._first_epoch else None
 
-    def requests(self) -> tuple[bool, bool]:
-        """Return whether this rank was asked to stop, and whether it is time to save within the epoch.
+    def is_due(self) -> bool:
+        """Return whether --checkpoint-minutes are over since the last one; False on all ranks but 0."""
+        if not (self._folder and process_group.is_rank_0()):
+            return False
+        return time.monotonic() - self._saved_at > 60 * self._options.checkpoint_minutes
 
-        The ranks then agree on a step (run.Agreement), and all call `save`.
-        """
-        overdue = time.monotonic() - self._saved_at > 60 * self._options.checkpoint_minutes
-        return self._stop_asked, self._folder is not None and process_group.is_rank_0() and overdue
-
-    def save(self, epoch: int, partial_epoch: PartialEpoch | None = None, stop: bool = False) -> None:
-        """Save the state before `epoch`, or within it; with `stop`, all ranks then stop.
+    def save(self, epoch: int, partial_epoch: PartialEpoch | None = None) -> None:
+        """Save the state before `epoch`, or within it after the steps of `partial_epoch`.
 
         Raises:
-            Stopped: with `stop`.
             UserError: if the weights are not finite, or the file cannot be written; earlier checkpoints
                 are kept.
         """
         if not self._folder:
             return
-        # In words of what is done: before the first step of an epoch, that is the epoch before it.
-        where = f"step {partial_epoch.steps} of epoch {epoch}" if partial_epoch else f"epoch {epoch - 1}"
-        self._check_finite(where)
+        # What `epochs`, `finish` and `stop` go by from now on.
+        self._first_epoch = epoch
+        self._partial_epoch = partial_epoch
+        self._check_finite()
         # What all ranks have to give; rank 0 has the rest, and writes the file.
         rng_states = process_group.gather(random_states())
         per_rank_state = process_group.gather(self._packed_per_rank_state()) if self._per_rank_state else None
         of_sharded = self._sharded.state_dict() if self._sharded else {}
         process_group.on_rank_0(
-            lambda: self._write(
-                epoch,
-                partial_epoch,
-                of_sharded=of_sharded,
-                per_rank_state=per_rank_state,
-                rng_states=rng_states,
-            )
+            lambda: self._write(of_sharded, per_rank_state=per_rank_state, rng_states=rng_states)
         )
         self._saved_at = time.monotonic()
-        if stop:
-            text = f"stopped after {where} by a signal; --resume auto goes on from {self._folder}"
-            process_group.on_rank_0(lambda: report_stop(text, self._folder))
-            # After rank 0 has saved: a rank that left earlier would end the whole job step.
-            process_group.destroy_distributed()
-            raise Stopped(text)
-        # What `epochs` and `finish` go by from now on.
-        self._first_epoch = epoch
-        self._partial_epoch = partial_epoch
 
-    def finish(self, ended: bool) -> None:
+    def stop(self) -> NoReturn:
+        """End the training on all ranks after a `save`, so that a later start goes on from it.
+
+        Raises:
+            Stopped: on every rank.
+            UserError: if the note for slurm/job_env.sh cannot be written.
+        """
+        text = f"stopped after {self._where()} by a signal; --resume auto goes on from {self._folder}"
+        process_group.on_rank_0(lambda: report_stop(text, self._folder))
+        # After rank 0 has saved: a rank that left earlier would end the whole job step.
+        process_group.destroy_distributed()
+        raise Stopped(text)
+
+    def finish(self, ended_early: bool = False) -> None:
         """Remove the checkpoints in a job's own folder, which are not needed after the end.
 
-        `ended`: the run has ended before its last epoch.
+        Args:
+            ended_early: no further epoch will be trained, though there would be one.
         """
         job = job_folder.here()
-        is_over = ended or not self.epochs()
+        is_over = ended_early or not self.epochs()
         if not (is_over and self._folder and job and process_group.is_rank_0()):
             return
         if self._folder.resolve().is_relative_to(job.resolve()):
@@ -197,14 +204,17 @@ class Checkpointer:
 
     # --- saving -------------------------------------------------------------------------------------
 
-    def _ask_to_stop(self, *_: object) -> None:
-        self._stop_asked = True
+    def _where(self) -> str:
+        """Say what is done: before the first step of an epoch, that is the epoch before it."""
+        if self._partial_epoch:
+            return f"step {self._partial_epoch.steps} of epoch {self._first_epoch}"
+        return f"epoch {self._first_epoch - 1}"
 
-    def _check_finite(self, where: str) -> None:
+    def _check_finite(self) -> None:
         trained = [weights for weights in self._model.parameters() if weights.requires_grad]
         is_finite = all(weights.isfinite().all() for weights in trained)
         if not all(process_group.gather(is_finite)):
-            raise diverged(f"the weights are no longer numbers after {where}")
+            raise diverged(f"the weights are no longer numbers after {self._where()}")
 
     def _packed_per_rank_state(self) -> torch.Tensor:
         """Return this rank's own state as bytes, as its tensors may be on a device that rank 0 has not."""
@@ -214,30 +224,30 @@ class Checkpointer:
 
     def _write(
         self,
-        epoch: int,
-        partial_epoch: PartialEpoch | None,
         of_sharded: dict[str, dict],
+        *,
         per_rank_state: list[torch.Tensor] | None,
         rng_states: list[list[torch.Tensor]],
     ) -> None:
         """Write a checkpoint, on rank 0, and remove those that are no longer needed."""
+        partial_epoch = self._partial_epoch
         checkpoint = Checkpoint(
-            epoch=epoch,
+            epoch=self._first_epoch,
             partial_epoch=vars(partial_epoch) if partial_epoch else None,
-            parts=of_sharded | {name: one.state_dict() for name, one in self._parts.items()},
-            split=self._sharded is not None,
+            parts=of_sharded | {name: part.state_dict() for name, part in self._parts.items()},
+            sharded=self._sharded is not None,
             per_rank_state=per_rank_state,
             rng_states=rng_states,
             training=self._training,
-            record=self._record.state_dict(),
+            record=self._record.state_dict() if self._record else {},
         )
         refuse_shares(checkpoint.parts)
         step = partial_epoch.steps if partial_epoch else 0
-        path = self._folder / f"epoch-{epoch}-step-{step}.pt"
+        path = self._folder / f"epoch-{self._first_epoch}-step-{step}.pt"
         advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
         save("the checkpoint", vars(checkpoint), path, advice)
         with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
-            for old in _checkpoints(self._folder)[:-KEPT]:
+            for old in _checkpoints(self._folder)[:-CHECKPOINTS_KEPT]:
                 old.unlink()
 
     def _open_folder(self) -> None:
@@ -276,8 +286,12 @@ class Checkpointer:
         _set_rng_states(checkpoint.rng_states, self._options.seed + 1000 * checkpoint.epoch)
         self._first_epoch = checkpoint.epoch
         self._partial_epoch = PartialEpoch(**checkpoint.partial_epoch) if checkpoint.partial_epoch else None
-        process_group.on_rank_0(lambda: self._record.load_state_dict(checkpoint.record))
+        process_group.on_rank_0(lambda: self._resume_record(checkpoint.record))
         process_group.on_rank_0(lambda: print_line(f"resumed from {path}"))
+
+    def _resume_record(self, state: dict[str, object]) -> None:
+        if self._record and state:
+            self._record.load_state_dict(state)
 
     def _read_newest(self) -> Newest | None:
         """Return the newest checkpoint that can be read, if it is of this training; on rank 0."""
@@ -305,23 +319,22 @@ class Checkpointer:
         training = self._options.shaping() | {"dataset": dataset, "model": class_name(self._model)}
         for name, part in self._parts.items():
             if isinstance(part, torch.optim.Optimizer):
-                training[name] = identity.of_optimizer(part, split=self._sharded is not None)
+                training[name] = identity.of_optimizer(part, sharded=self._sharded is not None)
             elif isinstance(part, LRScheduler):
                 training[name] = type(part).__name__
         return training
 
     def _check_training(self, path: Path, checkpoint: Checkpoint) -> None:
         """Raise a UserError if a checkpoint is of another training than this one."""
-        if checkpoint.split != (self._sharded is not None):
-            how = "split" if checkpoint.split else "not split"
+        if checkpoint.sharded != (self._sharded is not None):
+            how = "split" if checkpoint.sharded else "not split"
             raise UserError(f"the network of {path} is {how} over ranks: give another --checkpoint-dir.")
-        own = self._training
         saved = checkpoint.training
-        differ = [
-            f"{self._in_words(name)} {'not given' if saved.get(name) is None else saved[name]}"
-            for name in own | saved
-            if own.get(name) != saved.get(name)
-        ]
+        differ = []
+        for name in self._training | saved:
+            if self._training.get(name) != saved.get(name):
+                value = "not given" if saved.get(name) is None else saved[name]
+                differ.append(f"{self._in_words(name)} {value}")
         if differ:
             raise UserError(
                 f"{path} was made with {', '.join(differ)}: give the same, or another --checkpoint-dir."
@@ -364,12 +377,13 @@ def _newest(folder: Path) -> Newest | None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints in `folder`, oldest first; no other file has such a name."""
-    found = []
+    by_age = []
     for path in folder.iterdir():
-        if name := NAME.fullmatch(path.name):
+        name = NAME.fullmatch(path.name)
+        if name:
             epoch, step = int(name[1]), int(name[2])
-            found.append((epoch, step, path))
-    return [path for _, _, path in sorted(found)]
+            by_age.append((epoch, step, path))
+    return [path for _, _, path in sorted(by_age)]
 
 
 def _set_rng_states(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
@@ -390,6 +404,6 @@ def report_stop(text: str, folder: Path) -> None:
         UserError: if the note for slurm/job_env.sh cannot be written.
     """
     print_line(text)
-    what = f"{text}, but not by itself, as {job_folder.here()} cannot be written to"
-    with explained(what, f"submit it again, to go on from {folder.absolute()}."):
+    problem = f"{text}, but not by itself, as {job_folder.here()} cannot be written to"
+    with explained(problem, f"submit it again, to go on from {folder.absolute()}."):
         job_folder.note_stop(folder)

@@ -6,7 +6,7 @@ from torch import nn
 from trainkit.distributed import process_group
 from trainkit.errors import UserError
 from trainkit.training.model import unwrapped
-from trainkit.training.weights import is_in_earlier_fsdp, is_split
+from trainkit.training.weights import is_in_earlier_fsdp, is_sharded
 
 PARTS = 16  # of each tensor of weights, whose sums are compared
 # As a share of what an epoch has changed. Ranks on different kinds of GPUs differ by rounding only.
@@ -76,7 +76,7 @@ def _sums(network: nn.Module) -> dict[str, torch.Tensor]:
         return {}
     sums = {}
     for name, weights in network.named_parameters():
-        if weights.requires_grad and weights.numel() and not is_split(weights):
+        if weights.requires_grad and weights.numel() and not is_sharded(weights):
             parts = weights.detach().reshape(-1).chunk(PARTS)  # one by one: a GPU may have no room for more
             sums[name] = torch.stack([part.double().sum() for part in parts]).cpu()
     return sums

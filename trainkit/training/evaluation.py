@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.config.options import Options
 from trainkit.data.loaders import Batches
 from trainkit.distributed import process_group
 from trainkit.errors import UserError
@@ -64,51 +63,6 @@ def diverged(what: str) -> UserError:
         f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with), or look for "
         "such numbers in the data. The earlier epochs are recorded."
     )
-
-
-class Stopping:
-    """The rules of --stop-at and --patience, with what they need to know of the epochs so far."""
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._epoch = self._best_epoch = 0
-        self._accuracy = math.nan
-        self._best_loss = math.inf
-
-    def note(self, epoch: int, tested: Tested, best_epoch: int = 0) -> None:
-        """Note the results of an epoch; without a `best_epoch`, that with the lowest loss is the best."""
-        self._epoch = epoch
-        self._accuracy = tested.accuracy
-        if best_epoch:
-            self._best_epoch = best_epoch
-        elif tested.loss < self._best_loss:
-            self._best_epoch, self._best_loss = epoch, tested.loss
-
-    @property
-    def reason(self) -> str:
-        """Return why the run ends before its last epoch, or "" if it does not."""
-        if self._epoch >= self._options.epochs:
-            return ""
-        if self._options.stop_at and self._accuracy >= self._options.stop_at:
-            return f"accuracy {self._options.stop_at} reached"
-        since_best = self._epoch - self._best_epoch
-        if self._options.patience and since_best >= self._options.patience:
-            return f"no better for {since_best} epoch{'s' if since_best > 1 else ''}"
-        return ""
-
-    def state_dict(self) -> dict[str, float]:
-        return {
-            "epoch": self._epoch,
-            "accuracy": self._accuracy,
-            "best_epoch": self._best_epoch,
-            "best_loss": self._best_loss,
-        }
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self._epoch = state["epoch"]
-        self._accuracy = state["accuracy"]
-        self._best_epoch = state["best_epoch"]
-        self._best_loss = state["best_loss"]
 
 
 def evaluate(

@@ -1,5 +1,6 @@
-"""The columns of a record that every start of a training knows before its first epoch."""
+"""What a record has of this process: its network, device, software and job; in each epoch its devices."""
 
+import platform
 import re
 import subprocess
 import sys
@@ -9,16 +10,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainkit.devices import accelerator_of, device_name
+from trainkit.devices import accelerator_of, device_name, devices_in_use, peak_memory_mb
 from trainkit.distributed import launchers, process_group
 from trainkit.distributed.launchers import DistEnv
+from trainkit.record.records import Row
 from trainkit.training import identity
 from trainkit.training.model import class_name
 from trainkit.training.precision import precision_of
 
 
-def of_start(dist_env: DistEnv, model: nn.Module, dataset: str, precision: str) -> dict[str, object]:
-    """Return the columns about this process's network, device, software and job."""
+def of_start(dist_env: DistEnv, model: nn.Module, dataset: str, precision: str) -> Row:
+    """Return the columns that every start of a training knows before its first epoch."""
     return {
         "dataset": dataset,
         "model": class_name(model),
@@ -57,3 +59,26 @@ def git_commit() -> str:
         if re.fullmatch(r"[\w.+-]{1,100}", commit):
             return commit
     return ""
+
+
+def rows_of_ranks(epoch: int, device: torch.device, own_seconds: float, data_seconds: float) -> list[Row]:
+    """Return the row of each device of every rank, with the columns of `RANK_COLUMNS`; every rank calls it.
+
+    Args:
+        own_seconds: that this rank worked by itself in the epoch, without waiting for others; NaN if unknown.
+        data_seconds: that it waited for its batches; NaN if unknown.
+    """
+    rows = [
+        {
+            "epoch": epoch,
+            "rank": process_group.rank(),
+            "host": platform.node(),
+            "device": str(device_in_use),
+            "device_name": device_name(device_in_use),
+            "own_seconds": own_seconds,
+            "data_seconds": data_seconds,
+            "peak_memory_mb": peak_memory_mb(device_in_use),
+        }
+        for device_in_use in devices_in_use(device)
+    ]
+    return [row for rows_of_rank in process_group.gather(rows) for row in rows_of_rank]

@@ -55,14 +55,14 @@ def base_lr(optimizer: torch.optim.Optimizer, group: int = 0) -> float:
     return math.nan if lr is None else float(lr)
 
 
-def of_optimizer(optimizer: torch.optim.Optimizer, split: bool = False) -> str:
+def of_optimizer(optimizer: torch.optim.Optimizer, sharded: bool = False) -> str:
     """Describe an optimizer without its learning rate, as `SGD momentum=0.9 dampening=0 weight_decay=0`.
 
     What differs between its groups of weights is listed in their order, as `weight_decay=0.1|0`, and the
     learning rates by their ratio to the first, as `lr=x1|x0.1`.
 
     Args:
-        split: each rank has some of the weights, so that their number is not told.
+        sharded: each rank has some of the weights, so that their number is not told.
     """
     groups = optimizer.param_groups
     # OneCycleLR and CyclicLR change these in every step.
@@ -77,7 +77,7 @@ def of_optimizer(optimizer: torch.optim.Optimizer, split: bool = False) -> str:
     rates = [base_lr(optimizer, number) for number in range(len(groups))]
     if len(set(rates)) > 1:
         said["lr"] = _of_groups([f"x{rate / rates[0] if rates[0] else rate:.4g}" for rate in rates])
-    if len(groups) > 1 and not split:
+    if len(groups) > 1 and not sharded:
         said["tensors"] = _short("|".join(str(len(group["params"])) for group in groups))
     return _fitting(" ".join([type(optimizer).__name__, *_words(said)]))
 
@@ -98,22 +98,25 @@ def of_lr_scheduler(lr_scheduler: object) -> str:
     return _fitting(" + ".join(described))
 
 
-def of_network(networks: Mapping[str, nn.Module], split: bool = False) -> str:
+def of_network(networks: Mapping[str, nn.Module], sharded: bool = False) -> str:
     """Describe networks by the kinds of their layers and a digest of their structure, as `Linear=2 Tanh=1`.
 
     Args:
-        split: each rank has some of the layers, under names that no other rank has.
+        sharded: each rank has some of the layers, under names that no other rank has.
     """
-    own = {}
+    modules = {}
     for name, network in networks.items():
-        for place, module in _layers(network, name, set()):
+        for path, module in _layers(network, name, set()):
             settings = re.sub(" at 0x[0-9a-f]+", "", module.extra_repr())  # the address of a function
-            own[place] = _kind(module), settings, not module._modules
-    if split:
-        own = {place: module for one in process_group.gather(own) for place, module in one.items()}
-    kinds = Counter(kind for kind, _, is_layer in own.values() if is_layer)
+            is_layer = not module._modules
+            modules[path] = _kind(module), settings, is_layer
+    if sharded:
+        of_ranks = process_group.gather(modules)
+        modules = {path: module for of_rank in of_ranks for path, module in of_rank.items()}
+    kinds = Counter(kind for kind, _, is_layer in modules.values() if is_layer)
     words = [f"{kind}={count}" for kind, count in sorted(kinds.most_common(MOST_KINDS))]
-    return _fitting(" ".join([*words, f"structure={_digest(repr(sorted(own.items())).encode())}"]))
+    structure = _digest(repr(sorted(modules.items())).encode())
+    return _fitting(" ".join([*words, f"structure={structure}"]))
 
 
 def of_script() -> str:
@@ -186,16 +189,17 @@ def _arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             flag = ""
 
 
-def _layers(network: nn.Module, place: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module of a network once, with its place, and without those that only wrap another one."""
+def _layers(network: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module of a network once, with its path, and without those that only wrap another one."""
     network = unwrapped(network)
-    if wrapped := WRAPPED & network._modules.keys():
-        yield from _layers(network._modules[min(wrapped)], place, seen)
+    wrapped = WRAPPED & network._modules.keys()
+    if wrapped:
+        yield from _layers(network._modules[min(wrapped)], path, seen)
     elif network not in seen:
         seen.add(network)
-        yield place, network
+        yield path, network
         for name, child in network.named_children():
-            yield from _layers(child, f"{place}.{name}", seen)
+            yield from _layers(child, f"{path}.{name}", seen)
 
 
 def _kind(module: nn.Module) -> str:

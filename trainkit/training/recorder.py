@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 from pathlib import Path
 
 import torch
@@ -14,17 +13,18 @@ from trainkit.distributed import process_group
 from trainkit.errors import UserError, first_line
 from trainkit.record.columns import OWN_LOOP
 from trainkit.record.records import ALL_EPOCHS, ITS_LOOP, SAME, RecordWriter, Row
-from trainkit.signals import STOP_SIGNALS, hear_stop
-from trainkit.training import facts as facts_of
-from trainkit.training import identity, screen
+from trainkit.training import facts, identity, screen
 from trainkit.training.checkpoint import report_stop
 from trainkit.training.drift import Drift
 from trainkit.training.model import trained_weights
-from trainkit.training.run import Agreement, rows_of_ranks
 from trainkit.training.state_file import fitting, load_parts, load_verified, save
+from trainkit.training.stop_signal import StopSignal
 from trainkit.training.weights import check_equal, check_whole, inner_optimizer
 
-IF_SPLIT = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."
+# What `Recorder.epoch` has of a test where there was none.
+NO_TEST = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
+NEVER_BELOW_0 = ("samples", "seconds", "test_samples", "test_seconds", "accuracy")
+IF_SHARDED = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."
 
 
 class Recorder:
@@ -51,8 +51,6 @@ class Recorder:
             cannot be written.
     """
 
-    _asked = False  # to stop, of all in this process
-
     def __init__(
         self,
         name: str,
@@ -69,11 +67,12 @@ class Recorder:
         results_dir: Path | str | None = None,
     ) -> None:
         self._optimizer = inner_optimizer(optimizer)
-        self._device, self._batch_size = next(model.parameters()).device, batch_size
+        self._device = next(model.parameters()).device
+        self._batch_size = batch_size
         dist_env = process_group.read_distributed(self._device)
         results = Path(results_dir or os.environ.get("TRAINKIT_RESULTS_DIR") or options.DEFAULT_RESULTS)
         lr = identity.base_lr(self._optimizer)
-        facts = facts_of.of_start(dist_env, model, dataset, precision) | {
+        columns = facts.of_start(dist_env, model, dataset, precision) | {
             "stage": name,
             "devices": dist_env.world_size,
             "global_batch": batch_size,
@@ -90,32 +89,27 @@ class Recorder:
         }
         known = self._optimizer.defaults | (settings or {}) | {"lr": lr, "learning_rate": lr}
         known |= {"wd": known.get("weight_decay"), "optimizer": type(self._optimizer).__name__}
-        facts["arguments"] = identity.of_arguments(known, dist_env.world_size, dist_env.num_nodes, batch_size)
+        columns["arguments"] = identity.of_arguments(
+            known, devices=dist_env.world_size, nodes=dist_env.num_nodes, batch=batch_size
+        )
         self._epochs = epochs
-        self._record = process_group.on_rank_0(lambda: _open_record(results.absolute(), facts))
+        self._record = process_group.on_rank_0(lambda: _open_record(results.absolute(), columns))
         # What an optimizer that has made steps began with is known from the record alone.
         self._must_be_equal = (*SAME, "precision")
         if not self._optimizer.state:
             self._must_be_equal += ("optimizer", "lr")
         self.first_epoch = self._epoch = 1
         self._drift = None if weights_differ else Drift([model])  # until the first epoch is compared
-        self._agreement, self._stop = None, False
+        self._stop_signal: StopSignal | None = None
 
     def should_stop(self) -> bool:
         """Return whether USR2 or SIGTERM asked any rank to stop; the answer is the same on all ranks.
 
         Call it in every step. From the first call on, such a signal does not end the process.
         """
-        if self._agreement is None:
-            self._agreement = Agreement(self._device)
-            hear_stop(self._ask_to_stop)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        if not self._stop and self._agreement.due():
-            (self._stop,) = self._agreement.ask(Recorder._asked)
-        return self._stop
-
-    def _ask_to_stop(self, *_: object) -> None:
-        Recorder._asked = True
+        if self._stop_signal is None:
+            self._stop_signal = StopSignal(self._device)
+        return self._stop_signal.should_stop()
 
     def epoch(self, samples: int, seconds: float, loss: float, **metrics: float) -> None:
         """Write the row of the next epoch, from each rank's own numbers.
@@ -131,28 +125,26 @@ class Recorder:
             UserError: if a number makes no sense, the row cannot be written, or each rank has trained by
                 itself. Earlier epochs are kept.
         """
-        known = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
-        given = {"samples": samples, "seconds": seconds, "loss": loss} | known | metrics
+        numbers = {"samples": samples, "seconds": seconds, "loss": loss} | NO_TEST | metrics
         try:
-            own = {name: float(value) for name, value in given.items()}
-            own |= {name: int(own[name]) for name in ("samples", "test_samples")}
-            for name, value in own.items():
-                below = value < 0 and name in ("samples", "seconds", *known) and name != "test_loss"
-                if math.isinf(value) or below or (name == "accuracy" and value > 100):
-                    raise ValueError(f"{name} is {value}")
+            numbers = _checked(numbers)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            mistake = f"epoch {self._epoch} has a value that makes no sense ({first_line(error)})"
-            raise UserError(f"{mistake}: give one for each name.") from None
-        of_ranks = process_group.gather(own)
-        if any(one.keys() != given.keys() for one in of_ranks):
+            raise UserError(
+                f"epoch {self._epoch} has a value that makes no sense ({first_line(error)}): give one for "
+                "each name."
+            ) from None
+        of_ranks = process_group.gather(numbers)
+        if any(of_rank.keys() != numbers.keys() for of_rank in of_ranks):
             raise UserError(f"the ranks give epoch {self._epoch} other metrics: give the same names on all.")
         if self._drift:
             self._drift.check()
             self._drift = None
-        of_devices = rows_of_ranks(self._epoch, self._device, math.nan, math.nan)
-        means = {name: _mean(of_ranks, name) for name in given}
-        trained = sum(one["samples"] for one in of_ranks)
-        slowest = max(one["seconds"] for one in of_ranks)
+        of_devices = facts.rows_of_ranks(
+            self._epoch, self._device, own_seconds=math.nan, data_seconds=math.nan
+        )
+        means = {name: _mean(of_ranks, name) for name in numbers}
+        trained = sum(of_rank["samples"] for of_rank in of_ranks)
+        slowest = max(of_rank["seconds"] for of_rank in of_ranks)
         row = {
             "epoch": self._epoch,
             "steps": max(1, trained // self._batch_size),
@@ -160,17 +152,17 @@ class Recorder:
             "train_seconds": slowest,
             "images_per_s": trained / (slowest or math.nan),
             "train_loss": means["loss"],
-            "test_images": sum(one["test_samples"] for one in of_ranks),
-            "eval_seconds": max(one["test_seconds"] for one in of_ranks),
+            "test_images": sum(of_rank["test_samples"] for of_rank in of_ranks),
+            "eval_seconds": max(of_rank["test_seconds"] for of_rank in of_ranks),
             "test_loss": means["test_loss"],
             "test_accuracy": means["accuracy"],
             "learning_rate": float(self._optimizer.param_groups[0].get("lr") or 0),
-            "peak_memory_mb": max(one["peak_memory_mb"] for one in of_devices),
+            "peak_memory_mb": max(of_device["peak_memory_mb"] for of_device in of_devices),
         }
         of_epoch = [
             {"epoch": self._epoch, "metric": name, "of": "epoch", "value": means[name]}
             for name in metrics
-            if name not in known
+            if name not in NO_TEST
         ]
         process_group.on_rank_0(lambda: self._write_row(row, of_devices, of_epoch))
         self._epoch += 1
@@ -178,7 +170,7 @@ class Recorder:
 
     def _write_row(self, row: Row, of_devices: list[Row], metrics: list[Row]) -> None:
         row = self._record.add(row, of_devices, metrics)
-        screen.tell_epoch(row, of_devices, self._epochs)
+        screen.print_epoch(row, of_devices, self._epochs)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a checkpoint has to keep to continue the record; rank 0's counts."""
@@ -230,8 +222,7 @@ class Recorder:
         with fitting(Path(path), "move it away to start over."):
             # Rank 0's file, as another node may have another of this name, or none yet.
             state = process_group.on_rank_0(lambda: self._read(Path(path)))
-            state, parts = process_group.broadcast(state), parts | {"record": self}
-            load_parts(parts, state)
+            load_parts(parts | {"record": self}, process_group.broadcast(state))
 
     def _read(self, path: Path) -> dict:
         """Return what `save` has written, if it is of this training."""
@@ -247,31 +238,44 @@ class Recorder:
         """
         if saved and not process_group.broadcast(Path(saved).exists()):
             raise UserError(f"stopped by a signal before there was a {saved}: give the job more time.")
-        process_group.on_rank_0(lambda: self._tell_end(saved))
+        process_group.on_rank_0(lambda: self._finish_on_rank_0(saved))
 
-    def _tell_end(self, saved: Path | str | None) -> None:
+    def _finish_on_rank_0(self, saved: Path | str | None) -> None:
         if saved:
             report_stop(f"stopped by a signal; saved in {saved}", Path(saved))
         else:
             self._record.finish(ALL_EPOCHS if self._epoch > self._epochs else ITS_LOOP)
-            screen.tell_end(self._record, self._epochs)
+            screen.print_end(self._record, self._epochs)
 
 
-def _open_record(results_dir: Path, facts: Row) -> RecordWriter:
-    record = RecordWriter(results_dir / "runs", facts)
-    screen.tell_start(record.facts)
+def _open_record(results_dir: Path, columns: Row) -> RecordWriter:
+    record = RecordWriter(results_dir / "runs", columns)
+    screen.print_start(record.facts)
     return record
 
 
 def _check(parts: dict[str, object]) -> None:
-    check_whole(parts, IF_SPLIT)
-    check_equal(parts, IF_SPLIT)
+    check_whole(parts, IF_SHARDED)
+    check_equal(parts, IF_SHARDED)
+
+
+def _checked(numbers: dict[str, float]) -> dict[str, float]:
+    """Return what `Recorder.epoch` was given as numbers; raise a ValueError for what makes no sense."""
+    checked = {name: float(value) for name, value in numbers.items()}
+    checked |= {name: int(checked[name]) for name in ("samples", "test_samples")}
+    for name, value in checked.items():
+        is_below_0 = value < 0 and name in NEVER_BELOW_0
+        if math.isinf(value) or is_below_0 or (name == "accuracy" and value > 100):
+            raise ValueError(f"{name} is {value}")
+    return checked
 
 
 def _mean(of_ranks: list[dict[str, float]], name: str) -> float:
     """Return the mean over the samples of all ranks, or over the ranks if their samples are unknown."""
-    of_test = name in ("test_loss", "accuracy")
-    weights = [one["test_samples" if of_test else "samples"] for one in of_ranks]
-    weights = weights if any(weights) else [1] * len(weights)
-    pairs = zip(of_ranks, weights, strict=True)
-    return sum(one[name] * weight for one, weight in pairs if weight) / sum(weights)
+    samples = "test_samples" if name in ("test_loss", "accuracy") else "samples"
+    weights = [of_rank[samples] for of_rank in of_ranks]
+    if not any(weights):
+        weights = [1] * len(of_ranks)
+    # The value of a rank without samples may be NaN.
+    weighted = [of_rank[name] * weight for of_rank, weight in zip(of_ranks, weights, strict=True) if weight]
+    return sum(weighted) / sum(weights)

@@ -1,11 +1,14 @@
-"""What surrounds the training step: the clock, the progress bar, the record, checkpoints and resuming."""
+"""What surrounds the training step: the loop over epochs and steps, and its clock.
+
+A `Run` puts together what can also be used alone in a loop of one's own: `Checkpointer` (checkpoint.py),
+`RecordWriter` (record/records.py), `StopSignal` (stop_signal.py) and `EarlyStopping` (early_stopping.py).
+"""
 
 import math
-import platform
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,29 +18,30 @@ from tqdm import tqdm
 
 from trainkit.config.options import Options
 from trainkit.data.loaders import Batch, Batches, Data, generator
-from trainkit.devices import device_name, devices_in_use, peak_memory_mb, reset_peak_memory, wait_for
+from trainkit.devices import reset_peak_memory
 from trainkit.distributed import process_group
 from trainkit.distributed.launchers import DistEnv
 from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable
 from trainkit.record.columns import OWN_OPTIMIZER
 from trainkit.record.records import ALL_EPOCHS, ITS_LOOP, RecordWriter, Row
-from trainkit.training import clock, identity, optim, screen
-from trainkit.training import facts as facts_of
-from trainkit.training.checkpoint import ALWAYS_THERE, Checkpointer
+from trainkit.signals import unblock_stop_signals
+from trainkit.training import clock, facts, identity, optim, screen
+from trainkit.training.checkpoint import PARTS_OF_RUN, Checkpointer
 from trainkit.training.compute_time import ComputeTime
 from trainkit.training.drift import Drift
-from trainkit.training.evaluation import NOT_TESTED, Metric, PartialEpoch, Stopping, Tested, Trained, diverged
+from trainkit.training.early_stopping import EarlyStopping
+from trainkit.training.evaluation import NOT_TESTED, Metric, PartialEpoch, Tested, Trained
 from trainkit.training.model import trained_weights, unwrapped
 from trainkit.training.state_file import save
+from trainkit.training.step_metrics import StepMetrics, check_finite
+from trainkit.training.stop_signal import Agreement, StopSignal
 from trainkit.training.weights import check_equal, check_whole
 
 if TYPE_CHECKING:
     from trainkit.training.sharded import Sharded  # takes long to import, and few scripts need it
 
-IF_SPLIT = "give Run sharded=Sharded(model, optimizer), as fsdp.py does; nothing else may be split."
-# Asking after every step would make each rank wait for the others.
-SECONDS_BETWEEN = 1.0
+IF_SHARDED = "give Run sharded=Sharded(model, optimizer), as fsdp.py does; nothing else may be split."
 
 
 @dataclass(eq=False, repr=False)
@@ -56,7 +60,8 @@ class Run:
 
     Raises:
         UserError: if results or checkpoints cannot be written. Also if a network or an optimizer is split
-            over the ranks, and not given as `sharded`.
+            over the ranks, and not given as `sharded`; if the ranks have other options; or if an option was
+            given that the script does not use.
     """
 
     name: str  # the run's name in the record: "single", "dp", "ddp", or your own
@@ -82,118 +87,161 @@ class Run:
     trained: Trained | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        device = self.dist_env.device
         if self.devices is None:
             self.devices = self.dist_env.world_size
-        kept = ({} if self.sharded else {"model": self.model, "optimizer": self.optimizer}) | self.extra_state
-        check_whole(kept | self.per_rank_state, IF_SPLIT)
-        check_equal(kept, IF_SPLIT)
-        dataset, device = getattr(self.train_set, "name", type(self.train_set).__name__), self.dist_env.device
-        facts = self._facts(dataset)
-        self._record = process_group.on_rank_0(lambda: self._open_record(facts))  # None on the others
-        mine = self.options.shaping() | {"test_size": self.options.test_size, "dataset": dataset}
-        for rank, other in enumerate(process_group.gather(mine)):
-            if differ := [name for name in other | mine if other.get(name) != mine.get(name)]:
-                names = ", ".join(f"--{name.replace('_', '-')}" for name in differ)
-                raise UserError(f"rank {rank} was started with another {names}: start all ranks alike.")
-        if unused := self.options.unused(self._used_by_recipe()):
-            why = "its own optimizer, schedule or network goes without"
-            raise UserError(f"this script does not use {', '.join(unused)} ({why}): leave that out.")
-        if taken := self.extra_state.keys() & set(ALWAYS_THERE):
+        self._dataset = getattr(self.train_set, "name", type(self.train_set).__name__)
+        self._check_weights()
+        self._record = self._open_record()
+        self._check_options()
+        self._early_stopping = EarlyStopping(
+            self.options.epochs, accuracy=self.options.stop_at, patience=self.options.patience
+        )
+        self._checkpointer = self._open_checkpoints()
+        self._agreement = Agreement(device)
+        # Without checkpoints a signal ends the process, as it does without us.
+        self._stop_signal = StopSignal(device) if self.options.checkpoint_dir else None
+        unblock_stop_signals()
+        self._compute_time = ComputeTime(self.model, self.optimizer, device)
+        self._drift: Drift | None = None
+        self._has_called_resume = False
+        self._next_epoch = 1
+        self._is_first_epoch = True  # of this process
+        self._ended_early = False
+
+    # --- set-up -------------------------------------------------------------------------------------
+
+    def _check_weights(self) -> None:
+        """Check that each rank has all of the weights, and the same: rank 0 saves them for all."""
+        saved_by_rank_0 = self.extra_state
+        if not self.sharded:
+            saved_by_rank_0 = {"model": self.model, "optimizer": self.optimizer} | self.extra_state
+        check_whole(saved_by_rank_0 | self.per_rank_state, IF_SHARDED)
+        check_equal(saved_by_rank_0, IF_SHARDED)
+
+    def _open_record(self) -> RecordWriter | None:
+        """Return the record, on rank 0; None on the others, which have to call it, too."""
+        columns = self._columns_of_start()
+        return process_group.on_rank_0(lambda: self._open_record_on_rank_0(columns))
+
+    def _open_record_on_rank_0(self, columns: Row) -> RecordWriter:
+        folder = None if self.options.dry_run else self.options.results_dir / "runs"
+        record = RecordWriter(folder, columns)
+        if folder and self.options.save_model:
+            fix = "give another --results-dir."
+            check_writable(self.options.results_dir / "models", "the weights", fix)
+        screen.print_start(record.facts)
+        return record
+
+    def _columns_of_start(self) -> Row:
+        """Return the columns of the record that are known before the first epoch."""
+        options = self.options
+        dist_env = self.dist_env
+        networks = {name: part for name, part in self._parts().items() if isinstance(part, nn.Module)}
+        parameters = sum(trained_weights(network) for network in networks.values())
+        columns = options.columns() | facts.of_start(dist_env, self.model, self._dataset, options.precision)
+        columns |= {
+            "stage": self.name,
+            "devices": self.devices,
+            "batch_per_device": options.batch_size // max(self.devices, 1),
+            "lr": options.scaled_lr,
+            "accumulate": self.gradient_accumulation_steps,
+            "settings": options.settings(),
+            "parameters": self.sharded.parameters() if self.sharded else parameters,
+            "network": identity.of_network(networks, sharded=self.sharded is not None),
+            "arguments": identity.of_arguments(
+                {},
+                devices=self.devices,
+                nodes=dist_env.num_nodes,
+                batch=options.batch_size,
+                elsewhere=options.elsewhere(),
+            ),
+        }
+        if not self._is_all_by_recipe():
+            columns |= self._columns_of_own_optimizer()
+        return columns
+
+    def _columns_of_own_optimizer(self) -> Row:
+        """Return the columns of a script that does not take both optimizer and schedule of a recipe."""
+        lr_schedulers = [part for part in self._parts().values() if isinstance(part, LRScheduler)]
+        columns = {
+            "gamma": math.nan,
+            "optimizer": " + ".join(map(identity.of_optimizer, self._optimizers())),
+            "schedule": " + ".join(map(identity.of_lr_scheduler, lr_schedulers)),
+        }
+        if self.optimizer not in optim.MADE:
+            columns["lr"] = identity.base_lr(self.optimizer)
+            if not self.options.declares("recipe"):
+                columns["recipe"] = OWN_OPTIMIZER
+        return columns
+
+    def _parts(self) -> dict[str, object]:
+        """Return what is trained and what trains it, by name."""
+        parts = {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}
+        return parts | self.extra_state
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [part for part in self._parts().values() if isinstance(part, torch.optim.Optimizer)]
+
+    def _is_all_by_recipe(self) -> bool:
+        """Return whether build_optimizer has made all that steps the weights."""
+        return all(part in optim.MADE for part in (*self._optimizers(), self.lr_scheduler))
+
+    def _check_options(self) -> None:
+        """Check that all ranks have the same options, and that the script uses those that were given."""
+        self._check_ranks_alike()
+        used_by_recipe = set()
+        if any(optimizer in optim.MADE for optimizer in self._optimizers()):
+            used_by_recipe |= optim.OF_OPTIMIZER
+        if self.lr_scheduler in optim.MADE:
+            used_by_recipe |= optim.OF_LR_SCHEDULER
+        unused = self.options.unused(used_by_recipe)
+        if unused:
+            raise UserError(
+                f"this script does not use {', '.join(unused)} (its own optimizer, schedule or network goes "
+                "without): leave that out."
+            )
+        taken = self.extra_state.keys() & set(PARTS_OF_RUN)
+        if taken:
             raise UserError(f"`extra_state` has the name {min(taken)}, as any checkpoint has: give another.")
-        self._stopping = Stopping(self.options)
-        state = {
+
+    def _check_ranks_alike(self) -> None:
+        values = self.options.shaping() | {"test_size": self.options.test_size, "dataset": self._dataset}
+        for rank, values_of_rank in enumerate(process_group.gather(values)):
+            differing = [
+                name for name in values_of_rank | values if values_of_rank.get(name) != values.get(name)
+            ]
+            if differing:
+                names = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
+                raise UserError(f"rank {rank} was started with another {names}: start all ranks alike.")
+
+    def _open_checkpoints(self) -> Checkpointer:
+        parts = {
             "optimizer": self.optimizer,
             "lr_scheduler": self.lr_scheduler,
-            "early_stopping": self._stopping,
-        }
-        state |= self.extra_state
-        state = {name: unwrapped(one) for name, one in state.items() if one is not None}
-        self._checkpointer = Checkpointer(
+            "early_stopping": self._early_stopping,
+        } | self.extra_state
+        return Checkpointer(
             self.options,
-            dataset,
-            self.model,
-            state,
+            dataset=self._dataset,
+            model=self.model,
+            parts={name: unwrapped(part) for name, part in parts.items() if part is not None},
             record=self._record,
             sharded=self.sharded,
             per_rank_state=self.per_rank_state,
         )
-        self._epoch = 1  # the next one
-        self._resumed = False
-        self._first_epoch = 1  # of this process
-        self._drift: Drift | None = None
-        self._agreement = Agreement(device)
-        self._compute_time = ComputeTime(self.model, self.optimizer, device)
-        self._ended = False
-
-    def _open_record(self, facts: Row) -> RecordWriter:
-        folder = None if self.options.dry_run else self.options.results_dir / "runs"
-        record = RecordWriter(folder, facts)
-        if folder and self.options.save_model:
-            fix = "give another --results-dir."
-            check_writable(self.options.results_dir / "models", "the weights", fix)
-        screen.tell_start(record.facts)
-        return record
-
-    def _facts(self, dataset: str) -> Row:
-        """Return the columns of the record that are known before the first epoch."""
-        parts = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
-        } | self.extra_state
-        networks = {name: one for name, one in parts.items() if isinstance(one, nn.Module)}
-        weights = sum(map(trained_weights, networks.values()))
-        sizes = {"devices": self.devices, "nodes": self.dist_env.num_nodes, "batch": self.options.batch_size}
-        facts = self.options.columns() | facts_of.of_start(
-            self.dist_env, self.model, dataset, self.options.precision
-        )
-        facts |= {
-            "stage": self.name,
-            "devices": self.devices,
-            "batch_per_device": self.options.batch_size // max(self.devices, 1),
-            "lr": self.options.scaled_lr,
-            "accumulate": self.gradient_accumulation_steps,
-            "settings": self.options.settings(),
-            "parameters": self.sharded.parameters() if self.sharded else weights,
-            "network": identity.of_network(networks, split=self.sharded is not None),
-            "arguments": identity.of_arguments({}, elsewhere=self.options.elsewhere(), **sizes),
-        }
-        if not self._by_recipe():
-            lr_schedulers = [part for part in parts.values() if isinstance(part, LRScheduler)]
-            facts |= {
-                "gamma": math.nan,
-                "optimizer": " + ".join(map(identity.of_optimizer, self._optimizers())),
-                "schedule": " + ".join(map(identity.of_lr_scheduler, lr_schedulers)),
-            }
-            if self.optimizer not in optim.MADE:
-                facts["lr"] = identity.base_lr(self.optimizer)
-                facts |= {} if self.options.declares("recipe") else {"recipe": OWN_OPTIMIZER}
-        return facts
 
     def _whole_networks(self) -> list[nn.Module]:
         """List the networks of which every rank should have the same weights."""
         if self.sharded:
             return []
-        differ = [unwrapped(one) for one in self.per_rank_state.values()]
-        networks = [one for one in (self.model, *self.extra_state.values()) if isinstance(one, nn.Module)]
-        return [one for one in networks if not any(unwrapped(one) is other for other in differ)]
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        of_each_rank = [unwrapped(part) for part in self.per_rank_state.values()]
+        networks = [part for part in (self.model, *self.extra_state.values()) if isinstance(part, nn.Module)]
         return [
-            one
-            for one in (self.optimizer, *self.extra_state.values())
-            if isinstance(one, torch.optim.Optimizer)
+            network for network in networks if not any(unwrapped(network) is part for part in of_each_rank)
         ]
 
-    def _by_recipe(self) -> bool:
-        """Return whether build_optimizer has made all that steps the weights."""
-        return all(one in optim.MADE for one in (*self._optimizers(), self.lr_scheduler))
-
-    def _used_by_recipe(self) -> set[str]:
-        """Return the options that build_optimizer has used, of which it may have made a part."""
-        of_optimizer = any(one in optim.MADE for one in self._optimizers())
-        used = optim.OF_OPTIMIZER if of_optimizer else set()
-        return used | (optim.OF_LR_SCHEDULER if self.lr_scheduler in optim.MADE else set())
+    # --- the loop -----------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """With `--resume auto`, go on from the newest checkpoint in `--checkpoint-dir`, if there is one.
@@ -205,15 +253,14 @@ class Run:
             UserError: if no checkpoint can be read, or the newest is of another training.
         """
         self._checkpointer.resume()
-        self._resumed = True
-        self._epoch = self._checkpointer.epochs().start
-        self._first_epoch = self._epoch
-        self._ended = process_group.broadcast(self._has_ended())
+        self._has_called_resume = True
+        self._next_epoch = self._checkpointer.epochs().start
+        self._ended_early = process_group.broadcast(self._should_end_early())
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs still to be trained, counted from 1, until --stop-at or --patience end it."""
         for epoch in self._checkpointer.epochs():
-            if self._ended:
+            if self._ended_early:
                 return
             yield epoch
 
@@ -224,34 +271,70 @@ class Run:
             UserError: if a loss was not a number, a second or so later; the text names the step.
             Stopped: if a signal asked to save and stop within the epoch.
         """
-        if epoch != self._epoch:
-            raise UserError(f"epoch {epoch} in place of {self._epoch}: take the epochs of run.epochs().")
+        done = self._begin_epoch(epoch, len(batches))
+        batches.set_epoch(epoch, done.steps)
+        metrics = self._step_metrics = StepMetrics(
+            len(batches), {"loss": done.losses, **done.metrics}, batches.device
+        )
+        self._data_seconds = 0.0
+        seconds = done.seconds
+        started = clock.start(batches.device)
+        self._compute_time.begin()
+        for step, batch in enumerate(self._with_progress(epoch, batches, done.steps), start=done.steps + 1):
+            # The numbers from 1 on are for the orders of the epochs.
+            self._noise = generator(self.options.seed, -(epoch - 1) * len(batches) - step)
+            yield batch
+            if metrics.steps_logged != step:
+                raise UserError(
+                    f"{metrics.steps_logged} losses after {step} steps: call run.log(loss=loss) once in each."
+                )
+            self._compute_time.end_of_step()
+            if not self._agreement.is_due():
+                continue
+            stop, save_now, is_broken = self._agreement.ask(
+                self._was_asked_to_stop(), self._checkpointer.is_due(), metrics.has_broken_loss()
+            )
+            if is_broken:
+                metrics.check_losses(epoch)
+            if (stop or save_now) and step < len(batches):
+                seconds += clock.stop(batches.device, started)  # saving is not training
+                self._save_within_epoch(epoch, step, seconds, done.learning_rate)
+                if stop:
+                    self._checkpointer.stop()
+                started = clock.start(batches.device)
+            self._compute_time.begin()  # they have waited for each other
+        seconds += clock.stop(batches.device, started)
+        self._end_steps(epoch, seconds, done)
+
+    def _begin_epoch(self, epoch: int, steps: int) -> PartialEpoch:
+        """Return what an earlier process has done of an epoch of so many `steps`: of most epochs nothing."""
+        if epoch != self._next_epoch:
+            raise UserError(f"epoch {epoch} in place of {self._next_epoch}: take the epochs of run.epochs().")
         self.trained = None
-        if self.options.checkpoint_dir and not self._resumed:
+        if self.options.checkpoint_dir and not self._has_called_resume:
             # It would begin anew, and its checkpoints could count as older than those of an earlier run.
             raise UserError("the script saves checkpoints: call run.resume() before run.epochs().")
-        if epoch == self._first_epoch:  # of this process: its weights are compared after it
+        if self._is_first_epoch:
             self._drift = Drift(self._whole_networks())
-        device = batches.device
+            self._is_first_epoch = False
         reset_peak_memory()  # the first epoch's peak includes cuDNN's trials
         learning_rate = float(self.optimizer.param_groups[0].get("lr") or 0)
         if not 0 <= learning_rate < math.inf:
             raise UserError(f"the schedule's learning rate for epoch {epoch} is {learning_rate}: correct it.")
-        done = self._checkpointer.partial_epoch(epoch) or PartialEpoch(0, 0.0, learning_rate, torch.zeros(0))
-        if done.steps and done.steps >= len(batches):
-            told = f"the checkpoint is of step {done.steps} of an epoch, and now one has {len(batches)} steps"
-            raise UserError(f"{told}: give another --checkpoint-dir.")
-        batches.set_epoch(epoch, done.steps)
-        # Losses stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
-        self._noted = {}
-        for name, values in {"loss": done.losses, **done.metrics}.items():
-            self._noted[name] = torch.zeros(len(batches), device=device)
-            self._noted[name][: done.steps] = values
-        before, self._added, seconds = (epoch - 1) * len(batches), done.steps, done.seconds
-        self._data_seconds, first = 0.0, done.steps
-        bar = tqdm(
+        done = self._checkpointer.partial_epoch(epoch)
+        if done is None:
+            return PartialEpoch(steps=0, seconds=0.0, learning_rate=learning_rate, losses=torch.zeros(0))
+        if done.steps >= steps:
+            raise UserError(
+                f"the checkpoint is of step {done.steps} of an epoch, and now one has {steps} steps: give "
+                "another --checkpoint-dir."
+            )
+        return done
+
+    def _with_progress(self, epoch: int, batches: Batches, steps_done: int) -> Iterable[Batch]:
+        return tqdm(
             self._timed(batches),
-            initial=first,
+            initial=steps_done,
             total=len(batches),
             desc=f"epoch {epoch}",
             unit="step",
@@ -259,40 +342,42 @@ class Run:
             # None: show it on a terminal, not in a log file. stderr may be closed.
             disable=None if process_group.is_rank_0() and sys.stderr else True,
         )
-        started = clock.start(device)
-        self._compute_time.begin()
-        for step, batch in enumerate(bar, start=first + 1):
-            # The numbers from 1 on are for the orders of the epochs.
-            self._noise = generator(self.options.seed, -before - step)
-            yield batch
-            if self._added != step:
-                raise UserError(
-                    f"{self._added} losses after {step} steps: call run.log(loss=loss) once in each."
-                )
-            self._compute_time.end_of_step()
-            if not self._agreement.due():
-                continue
-            losses = self._noted["loss"][:step]
-            stop, save, broken = self._agreement.ask(
-                *self._checkpointer.requests(), not losses.isfinite().all()
-            )
-            if broken:
-                check_finite(mean_over_ranks(losses), epoch)
-            if (stop or save) and step < len(batches):
-                seconds += clock.stop(device, started)  # saving is not training
-                means = {name: one[:step].cpu() for name, one in self._means().items()}
-                part = PartialEpoch(step, seconds, done.learning_rate, means.pop("loss"), means)
-                self._checkpointer.save(epoch, part, stop)
-                started = clock.start(device)
-            self._compute_time.begin()  # they have waited for each other
-        seconds += clock.stop(device, started)
 
-        means = self._means()
+    def _timed(self, batches: Batches) -> Iterator[Batch]:
+        """Yield the batches, and add up the time spent waiting for them."""
+        loader = iter(batches)
+        while True:
+            asked = perf_counter()
+            batch = next(loader, None)
+            self._data_seconds += perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+    def _save_within_epoch(self, epoch: int, steps: int, seconds: float, learning_rate: float) -> None:
+        means = {name: values[:steps].cpu() for name, values in self._step_metrics.means().items()}
+        losses = means.pop("loss")
+        done = PartialEpoch(
+            steps=steps, seconds=seconds, learning_rate=learning_rate, losses=losses, metrics=means
+        )
+        self._checkpointer.save(epoch, done)
+
+    def _end_steps(self, epoch: int, seconds: float, done_before: PartialEpoch) -> None:
+        """Sum up an epoch whose steps are done, the first of them by an earlier process."""
+        means = self._step_metrics.means()
         losses = means.pop("loss")
         check_finite(losses, epoch)
-        self.trained = Trained(len(batches), seconds, losses.mean().item(), done.learning_rate)
-        self._of_steps = [Metric(name, "training", one.mean().item()) for name, one in means.items()]
-        self._data_seconds *= len(batches) / max(len(batches) - first, 1)
+        steps = len(losses)
+        self.trained = Trained(
+            steps=steps,
+            seconds=seconds,
+            loss=losses.mean().item(),
+            learning_rate=done_before.learning_rate,
+        )
+        self._metrics_of_steps = [
+            Metric(name, "training", values.mean().item()) for name, values in means.items()
+        ]
+        self._data_seconds *= steps / max(steps - done_before.steps, 1)
 
     def log(self, *, loss: torch.Tensor, **metrics: torch.Tensor | float) -> None:
         """Record the loss of this step, and other numbers by name: means over this rank's share.
@@ -302,22 +387,7 @@ class Run:
         Raises:
             UserError: if the names differ from those of the step before.
         """
-        numbers = {"loss": loss, **metrics}
-        if not self._added:
-            self._noted = {name: torch.zeros_like(self._noted["loss"]) for name in numbers}
-        if self._noted.keys() != numbers.keys():
-            before, now = ", ".join(self._noted), ", ".join(numbers)
-            raise UserError(f"run.log got {before}, and then {now}: give it the same names in every step.")
-        for name, value in numbers.items():
-            value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-            self._noted[name][self._added] = value
-        self._added += 1
-
-    def _means(self) -> dict[str, torch.Tensor]:
-        """Return the mean over the ranks of what they noted at each step."""
-        if any(names != [*self._noted] for names in process_group.gather([*self._noted])):
-            raise UserError("the ranks give run.log other names: give it the same on all of them.")
-        return {name: mean_over_ranks(one) for name, one in self._noted.items()}
+        self._step_metrics.log({"loss": loss, **metrics})
 
     def noise(self, *shape: int) -> torch.Tensor:
         """Draw float32 (batch size / ranks, *shape) for this step: the ranks together draw what one would."""
@@ -338,7 +408,7 @@ class Run:
                 over `steps` was left early, or there is no test for --stop-at or --patience.
             Stopped: if a signal asked to stop.
         """
-        if self.trained is None or epoch != self._epoch:
+        if self.trained is None or epoch != self._next_epoch:
             raise UserError(f"epoch {epoch} was left early, or not trained: end the loop over run.steps.")
         if self._drift:
             self._drift.check()
@@ -350,13 +420,16 @@ class Run:
         # From the mean of a step, as an interrupted epoch has steps of an earlier process. Unknown if
         # a network is split: its ranks also wait for each other in the middle of a step.
         own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
-        of_ranks = rows_of_ranks(epoch, self.dist_env.device, own_seconds, self._data_seconds)
-        metrics = [*self._of_steps, *metrics]
-        self._stopping.note(epoch, tested, best_epoch)
+        of_ranks = facts.rows_of_ranks(epoch, self.dist_env.device, own_seconds, self._data_seconds)
+        metrics = [*self._metrics_of_steps, *metrics]
+        self._early_stopping.note(epoch, tested.loss, accuracy=tested.accuracy, best_epoch=best_epoch)
         process_group.on_rank_0(lambda: self._write_row(epoch, tested, of_ranks, metrics, best_epoch))
-        self.trained, self._epoch = None, epoch + 1
-        stop, _, self._ended = self._agreement.ask(*self._checkpointer.requests(), self._has_ended())
-        self._checkpointer.save(epoch + 1, stop=stop and epoch < self.options.epochs and not self._ended)
+        self.trained = None
+        self._next_epoch = epoch + 1
+        stop, self._ended_early = self._agreement.ask(self._was_asked_to_stop(), self._should_end_early())
+        self._checkpointer.save(epoch + 1)
+        if stop and epoch < self.options.epochs and not self._ended_early:
+            self._checkpointer.stop()
 
     def _write_row(
         self, epoch: int, tested: Tested, of_ranks: list[Row], metrics: list[Metric], best_epoch: int
@@ -382,8 +455,8 @@ class Run:
         if self.unit != "images":
             speed = Metric(f"{self.unit}_per_s", "training", images_per_s * self.per_sample)
             metrics = [speed, *metrics]
-        row = self._record.add(row, of_ranks, [{"epoch": epoch} | one._asdict() for one in metrics])
-        screen.tell_epoch(row, of_ranks, self.options.epochs, self.unit, self.per_sample)
+        row = self._record.add(row, of_ranks, [{"epoch": epoch} | metric._asdict() for metric in metrics])
+        screen.print_epoch(row, of_ranks, self.options.epochs, self.unit, self.per_sample)
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
@@ -391,91 +464,25 @@ class Run:
             weights = self.sharded.weights()
         else:
             weights = unwrapped(self.model).state_dict()
-        process_group.on_rank_0(lambda: self._tell_end(weights))
-        self._checkpointer.finish(self._ended)
+        process_group.on_rank_0(lambda: self._finish_on_rank_0(weights))
+        self._checkpointer.finish(self._ended_early)
 
-    def _tell_end(self, weights: dict[str, torch.Tensor]) -> None:
+    def _finish_on_rank_0(self, weights: dict[str, torch.Tensor]) -> None:
         if self.options.dry_run:
             print_line("dry run: one training step and one test batch went through; nothing was written.")
             return
-        reached_the_last = self._epoch > self.options.epochs
-        self._record.finish(self._stopping.reason or (ALL_EPOCHS if reached_the_last else ITS_LOOP))
-        screen.tell_end(self._record, self.options.epochs, self._stopping.reason)
+        reached_the_last = self._next_epoch > self.options.epochs
+        reason = self._early_stopping.reason
+        self._record.finish(reason or (ALL_EPOCHS if reached_the_last else ITS_LOOP))
+        screen.print_end(self._record, self.options.epochs, reason)
         if self.options.save_model:
             path = self.options.results_dir / "models" / f"{self._record.facts['run_id']}.pt"
             save("the weights", weights, path, "mend that. The record is kept.", check=False)
             print_line(f"weights: {path}")
 
-    def _timed(self, batches: Batches) -> Iterator[Batch]:
-        """Yield the batches, and add up the time spent waiting for them."""
-        loader = iter(batches)
-        while True:
-            asked = perf_counter()
-            batch = next(loader, None)
-            self._data_seconds += perf_counter() - asked
-            if batch is None:
-                return
-            yield batch
+    def _was_asked_to_stop(self) -> bool:
+        return self._stop_signal is not None and self._stop_signal.was_sent
 
-    def _has_ended(self) -> bool:
+    def _should_end_early(self) -> bool:
         """Return whether --stop-at or --patience end the run; rank 0 decides for all."""
-        return process_group.is_rank_0() and self._stopping.reason != ""
-
-
-class Agreement:
-    """The ranks' meetings: about once a second, on every rank after the same step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._steps, self._due_after = 0, 1
-        self._met_at = monotonic()
-
-    def due(self) -> bool:
-        """Return whether to meet now; call it after every step."""
-        self._steps += 1
-        return self._steps >= self._due_after
-
-    def ask(self, *questions: bool) -> list[bool]:
-        """Return for each question whether any rank says yes."""
-        wait_for(self._device)  # steps done, not steps queued
-        now, due_after = monotonic(), 0
-        if process_group.is_rank_0():  # its clock decides, so that all ranks meet at the same step again
-            steps_per_second = self._steps / (now - self._met_at)
-            # At most twice as many as the last time: the first steps say little about the others.
-            due_after = max(1, min(2 * self._due_after, steps_per_second * SECONDS_BETWEEN))
-        # The others add 0 to rank 0's value, so the sum is rank 0's.
-        numbers = torch.tensor([*questions, due_after], dtype=torch.float64, device=self._device)
-        *answers, due_after = process_group.sum_in_place(numbers).tolist()
-        self._steps, self._due_after, self._met_at = 0, int(due_after), now
-        return [answer > 0 for answer in answers]
-
-
-def rows_of_ranks(epoch: int, device: torch.device, own_seconds: float, data_seconds: float) -> list[Row]:
-    """Return a row of `RANK_COLUMNS` for each device of every rank; unknown seconds are NaN."""
-    own = [
-        {
-            "epoch": epoch,
-            "rank": process_group.rank(),
-            "host": platform.node(),
-            "device": str(one),
-            "device_name": device_name(one),
-            "own_seconds": own_seconds,
-            "data_seconds": data_seconds,
-            "peak_memory_mb": peak_memory_mb(one),
-        }
-        for one in devices_in_use(device)
-    ]
-    return sum(process_group.gather(own), [])
-
-
-def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean of each of the `values` over all ranks."""
-    return process_group.sum_in_place(values.clone()).div_(process_group.count())
-
-
-def check_finite(losses: torch.Tensor, epoch: int) -> None:
-    """Raise a UserError that names the first step whose loss is not a number."""
-    broken = losses.isfinite().logical_not().nonzero()
-    if len(broken):
-        first = broken[0].item()
-        raise diverged(f"the loss is {losses[first].item()} at step {first + 1} of epoch {epoch}")
+        return process_group.is_rank_0() and self._early_stopping.reason != ""

@@ -9,7 +9,7 @@ from trainkit.record.columns import BASE_BATCH, lr_factor
 from trainkit.record.records import RecordWriter, Row, slow_rank
 
 
-def tell_start(facts: Row) -> None:
+def print_start(facts: Row) -> None:
     """Print what is trained, how and on what: `facts` are the columns of the record known at the start."""
     if facts["optimizer"]:
         classes = [words.partition(" ")[0] for words in facts["optimizer"].split(" + ")]
@@ -36,7 +36,9 @@ def tell_start(facts: Row) -> None:
     )
 
 
-def tell_epoch(row: Row, of_ranks: list[Row], epochs: int, unit: str = "images", per_sample: int = 1) -> None:
+def print_epoch(
+    row: Row, of_ranks: list[Row], epochs: int, unit: str = "images", per_sample: int = 1
+) -> None:
     """Print the line of an epoch, and past the first one which rank holds up the others.
 
     Args:
@@ -61,7 +63,7 @@ def tell_epoch(row: Row, of_ranks: list[Row], epochs: int, unit: str = "images",
         print_line(f"{slow}.")
 
 
-def tell_end(record: RecordWriter, epochs: int, ended: str = "") -> None:
+def print_end(record: RecordWriter, epochs: int, ended: str = "") -> None:
     """Print why the run has ended before its last epoch, if it has, and where the record of this start is."""
     if ended:
         print_line(f"ended before its last epoch: {ended}")

@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from trainkit.distributed import process_group
 from trainkit.errors import UserError
 from trainkit.training.optim import KERNELS
-from trainkit.training.weights import is_split
+from trainkit.training.weights import is_sharded
 
 NEEDED = "2.9"
 
@@ -78,7 +78,7 @@ def _gathered(own: dict[str, object]) -> dict[str, object]:
         owners |= {name: rank for name in names if name not in owners}
     for name, owner in owners.items():
         value = own.get(name)
-        if is_split(value):
+        if is_sharded(value):
             value = value.full_tensor()
         if isinstance(value, torch.Tensor) and process_group.rank() in (0, owner):
             value = value.cpu()
@@ -98,7 +98,7 @@ def _take(own: dict[str, object], whole: dict[str, object]) -> None:
         raise ValueError("its weights have other names or shapes")
     for name in shapes:
         value, target = process_group.broadcast(whole.get(name)), own.get(name)
-        if is_split(target):
+        if is_sharded(target):
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
         if isinstance(target, torch.Tensor):
             local_part(target).copy_(local_part(value))
@@ -112,4 +112,4 @@ def _shapes(values: dict[str, object]) -> dict[str, torch.Size | None]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor: its share if fully_shard has split it, else all of it."""
-    return tensor.to_local() if is_split(tensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor

@@ -16,7 +16,7 @@ import torch
 from trainkit.errors import UserError, first_line, lost_peers, reason
 from trainkit.files import replacing
 from trainkit.training.optim import KERNELS
-from trainkit.training.weights import IF_SPLIT, inner_optimizer, is_split
+from trainkit.training.weights import IF_SHARDED, inner_optimizer, is_sharded
 
 
 def save(what: str, state: dict[str, object], path: Path, advice: str, check: bool = True) -> None:
@@ -64,8 +64,8 @@ def refuse_shares(parts: dict[str, object]) -> None:
         UserError: "<name> is split over the ranks, ...". It was split after Run or Recorder had looked.
     """
     for name, part in parts.items():
-        if any(is_split(tensor) for tensor in _tensors(part)):
-            raise UserError(f"{name} is split over the ranks, and only a part of it is here: {IF_SPLIT}")
+        if any(is_sharded(tensor) for tensor in _tensors(part)):
+            raise UserError(f"{name} is split over the ranks, and only a part of it is here: {IF_SHARDED}")
 
 
 def _tensors(state: object) -> Iterator[torch.Tensor]:

@@ -17,7 +17,7 @@ from trainkit.errors import print_line
 from trainkit.files import explained
 from trainkit.record.records import put_table
 from trainkit.training import clock
-from trainkit.training import facts as facts_of
+from trainkit.training.facts import of_start
 
 TIMED = ("data", "forward", "backward", "optimizer")  # what a clock on one rank can time
 MOST_APART = 0.05  # the most that the sum of the phases may differ from the step, as a share of it
@@ -66,7 +66,7 @@ def facts(options: Options, dist_env: DistEnv, dataset: str, model: nn.Module) -
     """Return the columns that are the same in all lines of the file; every rank has to call it."""
     run_id = process_group.broadcast(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
     own = {"run_id": run_id, "settings": options.settings()}
-    return own | options.columns() | facts_of.of_start(dist_env, model, dataset, options.precision)
+    return own | options.columns() | of_start(dist_env, model, dataset, options.precision)
 
 
 def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: torch.Tensor) -> str:

@@ -8,10 +8,12 @@ from torch import nn
 from trainkit.distributed import process_group
 from trainkit.errors import UserError
 
-IF_SPLIT = "give Run sharded=Sharded(model, optimizer), or use torch.distributed.checkpoint in your own loop."
+IF_SHARDED = (
+    "give Run sharded=Sharded(model, optimizer), or use torch.distributed.checkpoint in your own loop."
+)
 
 
-def is_split(value: object) -> bool:
+def is_sharded(value: object) -> bool:
     """Return whether this is a tensor of which the rank has only a part, as the other ranks have the rest."""
     if not isinstance(value, torch.Tensor):
         return False
@@ -64,7 +66,7 @@ def _is_shared_out(part: object) -> bool:
     # Its own state_dict puts the weights together in a meeting of all ranks, and leaves the optimizer's.
     if isinstance(part, nn.Module) and is_in_earlier_fsdp(part):
         return True
-    return any(is_split(value) for _, value in _weights_of(part))
+    return any(is_sharded(value) for _, value in _weights_of(part))
 
 
 def _weights_of(part: object) -> Iterator[tuple[str, torch.Tensor]]:
