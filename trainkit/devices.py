@@ -18,10 +18,17 @@ from types import ModuleType
 import torch
 
 from trainkit.distributed.launchers import DistEnv
-from trainkit.errors import UserError, first_line
+from trainkit.errors import UserError, explain, first_line
 
 PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
 GIBIBYTE = 2**30
+
+
+explain(
+    "out of memory|ALLOC_FAILED",
+    "the memory of this process's GPU is full: lower --batch-size, and check with nvidia-smi whether another "
+    "process uses that GPU.",
+)
 
 
 class Accelerator:

@@ -35,27 +35,20 @@ class Stopped(Exception):  # noqa: N818  not an error: the run did what it was a
     """The run has saved its state and ends before its last epoch; the text says how to continue."""
 
 
-# Errors of PyTorch that have a known remedy: a pattern of their text -> what to say, with {found} for what
-# the pattern has found. The first that is found counts.
-EXPLAINED = {
-    "out of memory|ALLOC_FAILED": (
-        "the memory of this process's GPU is full: lower --batch-size, and check with nvidia-smi whether "
-        "another process uses that GPU."
-    ),
-    # github.com/pytorch/pytorch/issues/5040 and 14768
-    r"Too many open files|unable to .*shared memory\(shm\).*": (
-        "loader processes hand over batches through /dev/shm and open files ({found}): "
-        "lower --num-workers, raise `ulimit -n`, or give a container more (docker --shm-size=1g)."
-    ),
-    "appears not to match sizes": (
-        "the ranks have networks of different sizes: start all of them with the same options."
-    ),
-    r"Parameter.* which did not receive grad for rank \d+: .*": (
-        "the last step left out some of the network, and DistributedDataParallel waits for its gradients "
-        "({found}; TORCH_DISTRIBUTED_DEBUG=INFO names them): use all of it in every step, "
-        "or see 03_multigpu_ddp/beyond/by_feature/unused.py."
-    ),
-}
+# Errors of PyTorch that have a known remedy: a pattern of their text -> what to say; see `explain`.
+_SENTENCES: dict[str, str] = {}
+
+
+def explain(pattern: str, sentence: str) -> None:
+    """Have `entrypoint` end with a sentence, in place of a traceback, for a RuntimeError of PyTorch's.
+
+    It is called by the module whose subject the error is.
+
+    Args:
+        pattern: a regular expression, looked for in the error's text.
+        sentence: what to say, with {found} for what the pattern has found.
+    """
+    _SENTENCES[pattern] = sentence
 
 
 def entrypoint(main: Callable[..., int | None]) -> Callable[..., NoReturn]:
@@ -68,7 +61,7 @@ def entrypoint(main: Callable[..., int | None]) -> Callable[..., NoReturn]:
             main()
 
     The function that it returns ends the process, with the return value of `main` as the exit code. A
-    `UserError` prints its sentence on stderr and exits with 1, as do the errors in EXPLAINED; `Stopped`
+    `UserError` prints its sentence on stderr and exits with 1, as do the errors of `explain`; `Stopped`
     exits with 0, Ctrl-C with 130. Any other error keeps its traceback. In a job each rank also leaves a note
     on how it ended (job_folder.py).
     """
@@ -198,8 +191,9 @@ def _on_which_rank() -> str:
 def _explanation(error: Exception) -> str | None:
     """Return what to say of a known error of PyTorch; None for other errors."""
     if isinstance(error, RuntimeError):
-        for pattern, sentence in EXPLAINED.items():
-            if found := re.search(pattern, str(error)):
+        for pattern, sentence in _SENTENCES.items():
+            found = re.search(pattern, str(error))
+            if found:
                 return sentence.format(found=found[0].strip())
     return NO_MEMORY if _lacks_memory(error) else None
 

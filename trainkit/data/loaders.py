@@ -27,12 +27,20 @@ from trainkit.data.datasets import InMemoryDataset
 from trainkit.devices import accelerator_of
 from trainkit.distributed import process_group
 from trainkit.distributed.launchers import DistEnv
-from trainkit.errors import UserError, first_line
+from trainkit.errors import UserError, explain, first_line
 from trainkit.signals import STOP_SIGNALS
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # or what a collate_fn makes
 Data = InMemoryDataset | Dataset  # any with a length and samples by number
 LONGEST_TMPDIR_BYTES = 75
+
+
+# github.com/pytorch/pytorch/issues/5040 and 14768
+explain(
+    r"Too many open files|unable to .*shared memory\(shm\).*",
+    "loader processes hand over batches through /dev/shm and open files ({found}): lower --num-workers, "
+    "raise `ulimit -n`, or give a container more (docker --shm-size=1g).",
+)
 
 
 class BatchTransform(Protocol):

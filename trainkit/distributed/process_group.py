@@ -22,7 +22,7 @@ from trainkit.distributed import debugging, launchers, meeting
 from trainkit.distributed.launchers import DistEnv
 from trainkit.distributed.meeting import ANOTHER_PORT, DOCTOR
 from trainkit.distributed.names import Problem
-from trainkit.errors import PeerError, UserError, fail, first_line
+from trainkit.errors import PeerError, UserError, explain, fail, first_line
 
 # A large tensor travels in pieces of so many: a GPU needs no more memory for it.
 PIECE_BYTES = 2**26
@@ -30,6 +30,18 @@ PIECE_BYTES = 2**26
 PATIENCE_SECONDS = 20
 # Between two entries of the log of where this process is, if it is the only one.
 LOG_INTERVAL_SECONDS = 60
+
+
+explain(
+    "appears not to match sizes",
+    "the ranks have networks of different sizes: start all of them with the same options.",
+)
+explain(
+    r"Parameter.* which did not receive grad for rank \d+: .*",
+    "the last step left out some of the network, and DistributedDataParallel waits for its gradients "
+    "({found}; TORCH_DISTRIBUTED_DEBUG=INFO names them): use all of it in every step, or see "
+    "03_multigpu_ddp/beyond/by_feature/unused.py.",
+)
 
 
 def init_single_process(*, use_gpu: bool, debug_dir: Path | None = None) -> DistEnv:
