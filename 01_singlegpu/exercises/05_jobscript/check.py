@@ -116,11 +116,11 @@ def check(workspace: Workspace) -> str:
             f"`ignored = {ignored}`: Slurm reads that line of the starter. `reset` shows the starter again."
         )
     stage = workspace.folder.parents[2]
-    right = "as you expected" if prediction == "file" else "not to the terminal"
+    as_expected = "as you expected" if prediction == "file" else "not to the terminal"
     return (
         f"The script keeps every rule. {ask_slurm(workspace.folder / JOB, stage)} The output goes into the "
         "file "
-        f"that --output names, {right}: sbatch returns before the job begins. {_log(options, stage)}"
+        f"that --output names, {as_expected}: sbatch returns before the job begins. {_log(options, stage)}"
     )
 
 

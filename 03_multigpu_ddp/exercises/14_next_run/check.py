@@ -153,8 +153,12 @@ def check_choice(answers: Answers, prices: dict[str, float]) -> None:
 def efficiency() -> float:
     """Return the efficiency of two workers at batch 512, in the run that was made."""
     rows = records.read(Path(__file__).resolve().parents[3] / W32)
-    one = speed(row for row in rows if (row["stage"], row["global_batch"]) == ("single", 512))
-    return speed(row for row in rows if row["run_id"] == "ddp-20261122-052237-b6e7be4c") / one / 2
+    speed_of_one_worker = speed(row for row in rows if (row["stage"], row["global_batch"]) == ("single", 512))
+    return (
+        speed(row for row in rows if row["run_id"] == "ddp-20261122-052237-b6e7be4c")
+        / speed_of_one_worker
+        / 2
+    )
 
 
 def speed(rows: Iterable[dict[str, object]]) -> float:
