@@ -320,7 +320,18 @@ class Options:
 
     def declares(self, name: str) -> bool:
         """Return whether the script itself has declared this option."""
-        return any(one.name == name and one.metadata["group"] == SCRIPT_GROUP for one in fields(self))
+        return any(
+            option.name == name and option.metadata["group"] == SCRIPT_GROUP for option in fields(self)
+        )
+
+    def _added(self) -> list[Field]:
+        """List the options that the script has declared, and that are no options of all stages."""
+        of_all_stages = {option.name for option in fields(Options)}
+        return [
+            option
+            for option in fields(self)
+            if option.metadata["group"] == SCRIPT_GROUP and option.name not in of_all_stages
+        ]
 
     @property
     def scaled_lr(self) -> float:
@@ -348,36 +359,51 @@ class Options:
     def shaping(self) -> dict[str, object]:
         """Return the options that shape the training: another value makes another training."""
         # The one-cycle schedule is stretched over all epochs, so their number shapes every step.
-        also = {"epochs"} if self.recipe == "fast" else set()
+        also_shaping = {"epochs"} if self.recipe == "fast" else set()
         return {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if one.metadata["shapes_training"] or one.name in also
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if option.metadata["shapes_training"] or option.name in also_shaping
         }
 
     def settings(self) -> str:
         """Format the script's own options that shape the training without a column: `hidden=256 tied`."""
-        own = [one for one in fields(self)[len(fields(Options)) :] if one.metadata["shapes_training"]]
-        return in_words({one.name: getattr(self, one.name) for one in own if not one.metadata["column"]})
+        return in_words(
+            {
+                option.name: getattr(self, option.name)
+                for option in self._added()
+                if option.metadata["shapes_training"] and not option.metadata["column"]
+            }
+        )
 
     def elsewhere(self) -> set[str]:
         """Return the names of the options that are no arguments in the record.
 
         They are in other columns of it, or change neither the results nor the speed of training.
         """
-        own = (one for one in fields(self) if one.metadata["shapes_training"] or one.metadata["column"])
-        return {one.name for one in (*fields(Options), *own)}
+        of_all_stages = {option.name for option in fields(Options)}
+        recorded = {
+            option.name
+            for option in self._added()
+            if option.metadata["shapes_training"] or option.metadata["column"]
+        }
+        return of_all_stages | recorded
 
     def columns(self) -> dict[str, object]:
         """Return the columns of a record that are options."""
-        recorded = [one for one in fields(self) if one.metadata["column"]]
-        return {one.metadata["column"]: getattr(self, one.name) for one in recorded}
+        recorded = [option for option in fields(self) if option.metadata["column"]]
+        return {option.metadata["column"]: getattr(self, option.name) for option in recorded}
 
 
 def in_words(settings: dict[str, object]) -> str:
     """Format settings as `hidden=256 tied`, without those that are None or switched off."""
-    said = {name: value for name, value in settings.items() if value is not None and value is not False}
-    return " ".join(name if value is True else f"{name}={value}" for name, value in said.items())
+    words = []
+    for name, value in settings.items():
+        if value is True:
+            words.append(name)
+        elif value is not None and value is not False:
+            words.append(f"{name}={value}")
+    return " ".join(words)
 
 
 def parse_options(
@@ -391,18 +417,24 @@ def parse_options(
     Raises:
         UserError: if an option or a value is unknown or makes no sense.
     """
-    parser, groups = Parser(description=description, formatter_class=argparse.HelpFormatter), {}
-    more = [(name, object, one) for name, one in added.items()]
-    kind = make_dataclass("Options", more, bases=(Options,), frozen=True)
-    for one in fields(kind):
-        name = one.metadata["group"]
-        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
-        group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata["argument"])
-    read = parser.parse_known_args(arguments)[0] if known_only else parser.parse_args(arguments)
-    values = vars(read)
-    kind._given = frozenset(one.name for one in fields(kind) if values[one.name] != one.default)
-    kind._read = set()
-    return kind(**_completed(values))
+    added_fields = [(name, object, declared) for name, declared in added.items()]
+    options_of_script = make_dataclass("Options", added_fields, bases=(Options,), frozen=True)
+    parser = Parser(description=description, formatter_class=argparse.HelpFormatter)
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for declared in fields(options_of_script):
+        name = declared.metadata["group"]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        groups[name].add_argument(f"--{declared.name.replace('_', '-')}", **declared.metadata["argument"])
+    known, unknown = parser.parse_known_args(arguments)
+    if unknown and not known_only:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    values = vars(known)
+    options_of_script._given = frozenset(
+        declared.name for declared in fields(options_of_script) if values[declared.name] != declared.default
+    )
+    options_of_script._read = set()
+    return options_of_script(**_completed(values))
 
 
 def _completed(values: dict[str, object]) -> dict[str, object]:
