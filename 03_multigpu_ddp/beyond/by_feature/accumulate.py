@@ -26,10 +26,7 @@ from trainkit.tuning import tune_process
 @entrypoint
 def main() -> None:
     accumulate = option(
-        4,
-        type=at_least(1),
-        metavar="K",
-        help="micro-batches of a batch, one after the other",
+        4, type=at_least(1), metavar="K", help="micro-batches of a batch, one after the other"
     )
     opts = parse_options(__doc__, accumulate=accumulate)
     dist_env = init_distributed(
@@ -38,8 +35,11 @@ def main() -> None:
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
     set_float32_precision(opts.precision, dist_env.device)
-    what = f"micro-batches ({dist_env.world_size} processes x --accumulate {opts.accumulate})"
-    check_divides(opts.batch_size, dist_env.world_size * opts.accumulate, what)
+    check_divides(
+        opts.batch_size,
+        parts=dist_env.world_size * opts.accumulate,
+        what=f"micro-batches ({dist_env.world_size} processes x --accumulate {opts.accumulate})",
+    )
     torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; DDP makes the weights equal
 
     # Every rank has all images, and takes its own share of every batch.
@@ -55,7 +55,6 @@ def main() -> None:
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    parts = opts.accumulate
     run = Run(
         "ddp-accumulate",
         opts,
@@ -64,7 +63,7 @@ def main() -> None:
         model,
         optimizer,
         lr_scheduler,
-        gradient_accumulation_steps=parts,
+        gradient_accumulation_steps=opts.accumulate,
     )
     run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():
@@ -72,14 +71,15 @@ def main() -> None:
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
             loss = 0
-            micro_batches = zip(images.chunk(parts), labels.chunk(parts), strict=True)
-            for part, (inputs, targets) in enumerate(micro_batches, start=1):
-                # The gradients of all parts add up. They are exchanged in the last backward pass only.
-                with model.no_sync() if part < parts else nullcontext():
+            micro_batches = zip(images.chunk(opts.accumulate), labels.chunk(opts.accumulate), strict=True)
+            for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
+                # The gradients of all micro-batches add up. The last backward pass alone exchanges them.
+                is_last = number == opts.accumulate
+                with nullcontext() if is_last else model.no_sync():
                     with autocast:
-                        share = F.nll_loss(model(inputs), targets) / parts
-                    share.backward()
-                loss += share.detach()
+                        micro_loss = F.nll_loss(model(micro_images), micro_labels) / opts.accumulate
+                    micro_loss.backward()
+                loss += micro_loss.detach()
             optimizer.step()
             lr_scheduler.step()
             run.log(loss=loss)

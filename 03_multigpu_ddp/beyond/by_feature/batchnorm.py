@@ -30,13 +30,17 @@ class NormedNet(Net):
         self.conv2 = nn.Sequential(self.conv2, norm(2 * width))
 
 
+def norm_layer(norm: str, device: torch.device) -> type[nn.Module]:
+    """Return the class of the layers for `--norm` sync or local."""
+    if norm == "local":
+        return nn.BatchNorm2d
+    # PyTorch's own is for GPUs only.
+    return nn.SyncBatchNorm if device.type == "cuda" else SyncOnCPU
+
+
 @entrypoint
 def main() -> None:
-    norm = option(
-        "sync",
-        choices=("sync", "local"),
-        help="over all ranks' images, or each rank's own",
-    )
+    norm = option("sync", choices=("sync", "local"), help="over all ranks' images, or each rank's own")
     opts = parse_options(__doc__, norm=norm)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
@@ -52,8 +56,7 @@ def main() -> None:
     test_batches = eval_loader(test_set, opts, dist_env)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    sync = nn.SyncBatchNorm if dist_env.device.type == "cuda" else SyncOnCPU
-    model = NormedNet(opts.width, sync if opts.norm == "sync" else nn.BatchNorm2d)
+    model = NormedNet(opts.width, norm_layer(opts.norm, dist_env.device))
     model = model.to(dist_env.device, memory_format=torch.channels_last)
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
@@ -61,16 +64,7 @@ def main() -> None:
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    run = Run(
-        f"ddp-norm-{opts.norm}",
-        opts,
-        dist_env,
-        train_set,
-        model,
-        optimizer,
-        lr_scheduler,
-        devices=dist_env.world_size,
-    )
+    run = Run(f"ddp-norm-{opts.norm}", opts, dist_env, train_set, model, optimizer, lr_scheduler)
     run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():
         model.train()

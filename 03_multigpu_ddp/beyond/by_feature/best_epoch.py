@@ -26,12 +26,11 @@ from trainkit.tuning import tune_process
 
 @entrypoint
 def main() -> None:
-    what = "training images to choose the best epoch by, the same in every run"
     validation = option(
         5000,
         type=at_least(1),
         metavar="N",
-        help=what,
+        help="training images to choose the best epoch by, the same in every run",
         shapes_training=True,
     )
     opts = parse_options(__doc__, validation=validation)
@@ -48,8 +47,9 @@ def main() -> None:
     train_set, validation_set = hold_out(train_set, opts.validation)
     train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
     test_batches = eval_loader(test_set, opts, dist_env)
-    all_of_it = replace(opts, test_size=None)  # --test-size is for the test alone
-    validation_batches = eval_loader(validation_set, all_of_it, dist_env)
+    # --test-size is for the test alone: all images that are held out choose the best epoch.
+    validation_opts = replace(opts, test_size=None)
+    validation_batches = eval_loader(validation_set, validation_opts, dist_env)
 
     # channels_last: the memory layout in which convolutions are fastest.
     model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
@@ -59,9 +59,18 @@ def main() -> None:
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    best = Best(model)  # rank 0 keeps the weights, in its checkpoints too
-    more = {"extra_state": {"best": best}}
-    run = Run("ddp-best-epoch", opts, dist_env, train_set, model, optimizer, lr_scheduler, **more)
+    # Rank 0 keeps the best weights in its memory, and a checkpoint has them, too.
+    best = Best(model)
+    run = Run(
+        "ddp-best-epoch",
+        opts,
+        dist_env,
+        train_set,
+        model,
+        optimizer,
+        lr_scheduler,
+        extra_state={"best": best},
+    )
     run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():
         model.train()
@@ -76,8 +85,8 @@ def main() -> None:
         tested = evaluate(model, test_batches, F.nll_loss, autocast)
         validated = evaluate(model, validation_batches, F.nll_loss, autocast)
         best.keep(epoch, validated.loss)
-        metrics = [Metric("loss", "validation", validated.loss)]
-        run.end_of_epoch(epoch, tested, metrics, best_epoch=best.epoch)
+        validation_loss = Metric("loss", of="validation", value=validated.loss)
+        run.end_of_epoch(epoch, tested, [validation_loss], best_epoch=best.epoch)
     best.load()
     run.finish()
     destroy_distributed()

@@ -23,17 +23,13 @@ from trainkit.tuning import tune_process
 
 @entrypoint
 def main() -> None:
-    ways = ("captured", "graphed", "eager")
     how = option(
         "captured",
-        choices=ways,
+        choices=("captured", "graphed", "eager"),
         help="graphed: by make_graphed_callables; eager: as in mnist_ddp.py",
     )
-    compiled = option(
-        False,
-        help="compile the network before that",
-    )
-    opts = parse_options(__doc__, how=how, compile=compiled)
+    compile_first = option(False, help="compile the network before that")
+    opts = parse_options(__doc__, how=how, compile=compile_first)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )
@@ -49,7 +45,7 @@ def main() -> None:
 
     # channels_last: the memory layout in which convolutions are fastest.
     model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
-    # Without its cache of converted weights, as a graph that is captured within it cannot have one.
+    # A graph that is captured within autocast cannot use its cache of converted weights.
     autocast = torch.autocast(
         dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16", cache_enabled=False
     )
@@ -59,11 +55,13 @@ def main() -> None:
         model = torch.compile(model)
     if opts.how == "graphed":
         with autocast:
-            capture.graphed(model, next(iter(train_batches))[0])
+            example_images, _ = next(iter(train_batches))
+            capture.graphed(model, example_images)
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
+    # A captured step averages its gradients on the stream on which it is captured.
     stream = torch.cuda.Stream() if opts.how == "captured" else None
-    with torch.cuda.stream(stream):  # a captured step averages its gradients there
+    with torch.cuda.stream(stream):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
@@ -74,11 +72,13 @@ def main() -> None:
         loss.backward()
         return loss
 
-    name = f"ddp-{opts.how}" + ("-compiled" if opts.compile else "")
-    run = Run(name, opts, dist_env, train_set, model, optimizer, lr_scheduler)
-    step = forward_backward
     if opts.how == "captured":
         step = capture.CapturedStep(forward_backward, model, stream)
+    else:
+        step = forward_backward
+
+    name = f"ddp-{opts.how}-compiled" if opts.compile else f"ddp-{opts.how}"
+    run = Run(name, opts, dist_env, train_set, model, optimizer, lr_scheduler)
     run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():
         model.train()

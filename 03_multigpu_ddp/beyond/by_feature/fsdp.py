@@ -32,11 +32,7 @@ from trainkit.tuning import tune_process
 @entrypoint
 def main() -> None:
     check_pytorch()
-    how = option(
-        "shard",
-        choices=("shard", "ddp"),
-        help="a share of the network on each rank, or all of it",
-    )
+    how = option("shard", choices=("shard", "ddp"), help="a share of the network on each rank, or all of it")
     opts = parse_options(__doc__, how=how)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
@@ -50,8 +46,9 @@ def main() -> None:
     train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
     train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
     test_batches = eval_loader(test_set, opts, dist_env)
-    steps = process_group.gather(len(test_batches))  # each forward pass is a meeting
-    if steps.count(steps[0]) < dist_env.world_size:
+    # All ranks meet in every forward pass, so they need equal numbers of them in the evaluation, too.
+    test_steps_of_ranks = process_group.gather(len(test_batches))
+    if len(set(test_steps_of_ranks)) > 1:
         raise UserError(
             "the ranks have unequal numbers of test steps: raise --test-batch-size or --test-size."
         )
@@ -66,7 +63,12 @@ def main() -> None:
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    name, sharded = ("ddp", None) if opts.how == "ddp" else ("fsdp", Sharded(model, optimizer))
+    if opts.how == "ddp":
+        name = "ddp"
+        sharded = None
+    else:
+        name = "fsdp"
+        sharded = Sharded(model, optimizer)
     run = Run(
         name,
         opts,
@@ -75,7 +77,6 @@ def main() -> None:
         model,
         optimizer,
         lr_scheduler,
-        devices=dist_env.world_size,
         sharded=sharded,
     )
     run.resume()  # goes on where an earlier run stopped
@@ -108,12 +109,16 @@ def split(model: nn.Module, dist_env: DistEnv) -> None:
 def print_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Print on rank 0 what each rank keeps from one step to the next, in MB."""
     weights = list(model.parameters())
-    state = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
-    gradients = [one.grad for one in weights if one.grad is not None]  # none if nothing was left to do
-    held = process_group.gather([megabytes(weights), megabytes(gradients), megabytes(state)])
+    # There are none if a run that goes on has nothing left to do.
+    gradients = [parameter.grad for parameter in weights if parameter.grad is not None]
+    # What the optimizer keeps of each parameter; its counters of steps are no share of anything.
+    state = []
+    for parameter_state in optimizer.state.values():
+        state += [tensor for tensor in parameter_state.values() if tensor.dim() > 0]
+    own_share = f"{megabytes(weights):.2f} + {megabytes(gradients):.2f} + {megabytes(state):.2f}"
+    shares = process_group.gather(own_share)
     if process_group.is_rank_0():
-        each = ", ".join("{:.2f} + {:.2f} + {:.2f}".format(*of_rank) for of_rank in held)
-        errors.print_line(f"MB of weights + gradients + optimizer on each rank: {each}")
+        errors.print_line(f"MB of weights + gradients + optimizer on each rank: {', '.join(shares)}")
 
 
 def megabytes(tensors: Iterable[torch.Tensor]) -> float:

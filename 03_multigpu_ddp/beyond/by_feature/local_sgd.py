@@ -27,14 +27,14 @@ from trainkit.tuning import tune_process
 
 @entrypoint
 def main() -> None:
-    every = option(
+    average_every = option(
         4,
         type=at_least(1),
         metavar="N",
         help="steps from one averaging to the next",
         shapes_training=True,
     )
-    opts = parse_options(__doc__, average_every=every)
+    opts = parse_options(__doc__, average_every=average_every)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )
@@ -55,7 +55,6 @@ def main() -> None:
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     # Between two averagings each rank has weights of its own, and an optimizer with a state of its own.
-    own = {"per_rank_state": {"model": model, "optimizer": optimizer}}
     run = Run(
         "local-sgd",
         opts,
@@ -64,13 +63,14 @@ def main() -> None:
         model,
         optimizer,
         lr_scheduler,
-        devices=dist_env.world_size,
-        **own,
+        per_rank_state={"model": model, "optimizer": optimizer},
     )
-    warnings.filterwarnings("ignore", "When period is 1")  # here it is measured what that costs
-    averager = PeriodicModelAverager(opts.average_every)
     run.resume()  # goes on where an earlier run stopped
-    averager.step = lr_scheduler.last_epoch + 1  # also of an earlier run: it averages at the multiples
+    # PyTorch advises DDP in place of a period of 1. Here it is measured what that costs.
+    warnings.filterwarnings("ignore", "When period is 1")
+    averager = PeriodicModelAverager(opts.average_every)
+    # It counts the steps, also those of an earlier run, and averages when their number is a multiple.
+    averager.step = lr_scheduler.last_epoch + 1
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
@@ -82,7 +82,8 @@ def main() -> None:
             lr_scheduler.step()
             averager.average_parameters(model.parameters())
             run.log(loss=loss)
-        average_parameters(model.parameters(), dist.group.WORLD)  # one network to test and to save
+        # All ranks test and save one network.
+        average_parameters(model.parameters(), dist.group.WORLD)
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
     run.finish()
     destroy_distributed()

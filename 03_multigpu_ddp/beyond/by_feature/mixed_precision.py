@@ -22,11 +22,7 @@ from trainkit.tuning import tune_process
 
 @entrypoint
 def main() -> None:
-    precision = option(
-        "fp16",
-        choices=("fp16",),
-        help="what the layers compute in",
-    )
+    precision = option("fp16", choices=("fp16",), help="what the layers compute in")
     opts = parse_options(__doc__, precision=precision)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
@@ -51,7 +47,6 @@ def main() -> None:
 
     # fp16 holds no numbers below 6e-8: the loss is multiplied, so that small gradients are not lost.
     scaler = torch.amp.GradScaler(dist_env.device.type, init_scale=2.0**12)
-    also = {"scaler": scaler}  # in the checkpoints
     run = Run(
         "ddp-fp16",
         opts,
@@ -60,7 +55,7 @@ def main() -> None:
         model,
         optimizer,
         lr_scheduler,
-        extra_state=also,
+        extra_state={"scaler": scaler},
     )
     run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():

@@ -25,7 +25,9 @@ from trainkit.training.run import Run
 from trainkit.training.sharded import Sharded, check_pytorch
 from trainkit.tuning import tune_process
 
-BLOCKS, PIXELS, CLASSES = 8, 28 * 28, 10
+BLOCKS = 8  # of the whole network, over all stages
+PIXELS = 28 * 28  # of an image
+CLASSES = 10
 
 
 class Block(nn.Module):
@@ -33,7 +35,8 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up = nn.LayerNorm(PIXELS), nn.Linear(PIXELS, 32 * width)
+        self.norm = nn.LayerNorm(PIXELS)
+        self.up = nn.Linear(PIXELS, 32 * width)
         self.down = nn.Linear(32 * width, PIXELS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,24 +44,29 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """Those of BLOCKS blocks that belong to one stage; the last stage has the classes, too.
+    """The blocks of stage number `stage` of `stages`; the last stage also has the layer of the classes.
 
-    Takes images (n, 1, 28, 28) or what the stage before has made of them, float32 (n, 784). Returns the
-    latter, the last stage log-probabilities (n, 10). Under their names no other stage has weights.
+    The first stage takes images, float32 (n, 1, 28, 28), the others what the stage before returns, float32
+    (n, 784). The last stage returns log-probabilities, float32 (n, 10). A block keeps its number in the whole
+    network in the names of its weights, so no two stages have weights of the same name.
     """
 
     def __init__(self, width: int, stage: int, stages: int) -> None:
         super().__init__()
-        blocks = [Block(width) for _ in range(BLOCKS)]  # all, so that each has the same weights in any stage
-        own = range(stage * BLOCKS // stages, (stage + 1) * BLOCKS // stages)
-        self.blocks = nn.ModuleDict({str(i): blocks[i] for i in own})
+        # Every rank makes all blocks and keeps its own: so a block begins with the same weights on any
+        # number of ranks.
+        all_blocks = [Block(width) for _ in range(BLOCKS)]
+        numbers = range(stage * BLOCKS // stages, (stage + 1) * BLOCKS // stages)
+        self.blocks = nn.ModuleDict({str(number): all_blocks[number] for number in numbers})
         self.head = nn.Linear(PIXELS, CLASSES) if stage == stages - 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(1)
         for block in self.blocks.values():
             x = block(x)
-        return F.log_softmax(self.head(x), dim=1) if self.head else x
+        if self.head is None:
+            return x
+        return F.log_softmax(self.head(x), dim=1)
 
 
 class InTurn(nn.Module):
@@ -66,43 +74,45 @@ class InTurn(nn.Module):
 
     def __init__(self, stage: nn.Module, dist_env: DistEnv) -> None:
         super().__init__()
-        self.stage, self.rank, self.last = stage, dist_env.rank, dist_env.world_size - 1
+        self.stage = stage
+        self.rank = dist_env.rank
+        self.last_rank = dist_env.world_size - 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.rank > 0:
             x = x.new_empty(len(x), PIXELS)
             dist.recv(x, src=self.rank - 1)
         x = self.stage(x)
-        if self.rank < self.last:
+        if self.rank < self.last_rank:
             dist.send(x, dst=self.rank + 1)
             x = x.new_empty(len(x), CLASSES)
-        dist.broadcast(x, src=self.last)
+        dist.broadcast(x, src=self.last_rank)
         return x
 
 
 @entrypoint
 def main() -> None:
     check_pytorch()
-    float32 = option(
+    precision = option(
         "fp32",
         choices=("fp32", "tf32"),
         help="what the layers compute in",
         shapes_training=True,
         column="precision",
     )
-    parts = option(
+    micro_batches = option(
         4,
         type=at_least(1),
         metavar="M",
         help="micro-batches of a batch, in the pipeline behind each other",
     )
-    opts = parse_options(__doc__, micro_batches=parts, precision=float32)
+    opts = parse_options(__doc__, micro_batches=micro_batches, precision=precision)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )
     tune_process(dist_env)
     opts = opts.resolve_batch_size(1)  # every image goes through all ranks
-    check_divides(opts.batch_size, opts.micro_batches, "micro-batches")
+    check_divides(opts.batch_size, opts.micro_batches, what="micro-batches")
     if BLOCKS % dist_env.world_size:
         raise UserError(
             f"{BLOCKS} blocks do not divide among {dist_env.world_size} processes: start 1, 2, 4 or 8"
@@ -114,15 +124,18 @@ def main() -> None:
     set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
 
-    # Every rank takes every batch whole: the first needs the images, the last the labels.
+    # Every rank takes every batch whole, as one process would: the first needs the images, the last the
+    # labels.
     train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
-    all_of_it = replace(dist_env, rank=0, world_size=1)
-    train_batches = train_loader(train_set, opts, all_of_it, augmentation(opts))
-    test_batches = eval_loader(test_set, opts, all_of_it)
+    as_one_process = replace(dist_env, rank=0, world_size=1)
+    train_batches = train_loader(train_set, opts, as_one_process, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, as_one_process)
 
     model = Deep(opts.width, dist_env.rank, dist_env.world_size).to(dist_env.device)
-    stage = PipelineStage(model, dist_env.rank, dist_env.world_size, dist_env.device)
-    pipe = ScheduleGPipe(stage, opts.micro_batches, loss_fn=F.nll_loss)
+    stage = PipelineStage(
+        model, stage_index=dist_env.rank, num_stages=dist_env.world_size, device=dist_env.device
+    )
+    pipe = ScheduleGPipe(stage, n_microbatches=opts.micro_batches, loss_fn=F.nll_loss)
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     run = Run(
@@ -141,17 +154,23 @@ def main() -> None:
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            inputs, losses = [images] if stage.is_first else [], []
-            # Forward for all parts, then backward for all, each as soon as the neighbour has handed it on.
-            pipe.step(*inputs, target=labels, losses=losses)
+            # Forward for all micro-batches, then backward for all, each as soon as the neighbour has handed
+            # it on. Only the last rank computes losses, one of each micro-batch.
+            micro_losses = []
+            if stage.is_first:
+                pipe.step(images, target=labels, losses=micro_losses)
+            else:
+                pipe.step(target=labels, losses=micro_losses)
             optimizer.step()
             lr_scheduler.step()
-            # The last rank has the loss; over all ranks, the mean is to be the loss.
-            loss = images.new_zeros(())
+            # The run takes the mean over all ranks, and the others give 0: so the last rank gives a multiple.
             if stage.is_last:
-                loss = dist_env.world_size * torch.stack(losses).mean()
+                loss = dist_env.world_size * torch.stack(micro_losses).mean()
+            else:
+                loss = images.new_zeros(())
             run.log(loss=loss)
-        tested = evaluate(InTurn(model, dist_env), test_batches, F.nll_loss)  # each rank counts every image
+        tested = evaluate(InTurn(model, dist_env), test_batches, F.nll_loss)
+        # Every rank has counted all images, and the run adds up what the ranks have counted.
         run.end_of_epoch(epoch, tested._replace(samples=tested.samples // dist_env.world_size))
     run.finish()
     destroy_distributed()

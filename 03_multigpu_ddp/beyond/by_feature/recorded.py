@@ -1,4 +1,7 @@
-"""Train as plain_ddp.py does, in its own loop, and write the record of a stage; stop and go on, too.
+"""Train the classic MNIST network in a loop of your own, in plain PyTorch, and write the record of a stage.
+
+The loop, the data and the network are this file's. The kit's Recorder writes the CSV, and keeps the state
+after every epoch. A signal that the time is over ends the training; started again, it resumes from there.
 
 Try: torchrun --standalone --nproc-per-node=2 recorded.py --epochs 2
 """
@@ -18,8 +21,9 @@ from torchvision import datasets, transforms
 
 from trainkit.training.recorder import Recorder
 
-DATA = Path(__file__).resolve().parents[2] / "data"  # where `make data` puts MNIST
-SAVED = Path(os.environ.get("TRAINKIT_JOB_DIR", "."), "checkpoints", "recorded.pt")  # a job has its folder
+DATA = Path(__file__).resolve().parents[3] / "data"  # where `make data` puts MNIST
+# The folder of the job, the same when the job comes back from the queue; by hand the one you are in.
+FOLDER = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
 
 
 class Net(nn.Module):
@@ -41,12 +45,12 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     parser.add_argument("--num-workers", type=int, default=4, help="processes that load images, at most")
-    options = parser.parse_args()
+    args = parser.parse_args()
 
     # 1. Take the GPU of this process (number 0 if it sees no other), then meet the others.
     if torch.cuda.is_available():
@@ -57,61 +61,76 @@ def main() -> None:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     rank = dist.get_rank()
-    ranks = dist.get_world_size()
-    assert options.batch_size % ranks == 0, f"--batch-size has to divide among {ranks} ranks"
+    world_size = dist.get_world_size()
     torch.manual_seed(1 + rank)  # so that each rank drops different neurons
 
-    normal = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
-    train_set = datasets.MNIST(options.data_dir, train=True, transform=normal)
-    test_set = datasets.MNIST(options.data_dir, train=False, transform=normal)
+    if not Path(args.data_dir, "MNIST").is_dir():
+        raise SystemExit(f"there is no MNIST in {args.data_dir}: `make data` in the top folder fetches it")
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
+    train_set = datasets.MNIST(args.data_dir, train=True, transform=transform)
+    test_set = datasets.MNIST(args.data_dir, train=False, transform=transform)
     # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
-    num_workers = min(options.num_workers, len(os.sched_getaffinity(0)) - 1)
-    loading = {
+    num_workers = min(args.num_workers, len(os.sched_getaffinity(0)) - 1)
+    loader_options = {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,  # they serve all epochs
         "pin_memory": device.type == "cuda",  # the GPU can fetch such a batch by itself (non_blocking)
     }
     # 2. Take a share of every batch, and of the test images.
-    sampler = DistributedSampler(train_set, drop_last=True)
-    test_share = Subset(test_set, range(rank, len(test_set), ranks))
-    batch_size = options.batch_size // ranks
-    train_batches = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loading)
-    test_batches = DataLoader(test_share, batch_size=1000, **loading)
+    if args.batch_size % world_size:
+        raise SystemExit(f"--batch-size {args.batch_size} does not divide among {world_size} ranks")
+    sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
+    batch_size = args.batch_size // world_size
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))
+    train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loader_options)
+    test_loader = DataLoader(test_set, batch_size=1000, **loader_options)
 
     model = Net().to(device)
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    loss_sum = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
+
     # 3. Average the gradients over all ranks in every backward pass.
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    sizes = {"batch_size": options.batch_size, "epochs": options.epochs}
-    recorder = Recorder("recorded", model, optimizer, dataset="mnist", settings={"dropout": 0.5}, **sizes)
-    parts = {"model": model, "optimizer": optimizer}
-    recorder.load(SAVED, parts)
 
-    for epoch in range(recorder.first_epoch, options.epochs + 1):
+    recorder = Recorder(
+        "recorded",
+        model,
+        optimizer,
+        batch_size=args.batch_size,
+        epochs=args.epochs,
+        dataset="mnist",
+        settings={"dropout": 0.5},
+    )
+    checkpoint = FOLDER / "checkpoints" / "recorded.pt"
+    # What has a state_dict. A scheduler, a GradScaler or averaged weights would belong here, too.
+    parts = {"model": model, "optimizer": optimizer}
+    recorder.load(checkpoint, parts)
+
+    for epoch in range(recorder.first_epoch, args.epochs + 1):
         sampler.set_epoch(epoch)  # a new order in every epoch
         model.train()
-        losses = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
         started = time.perf_counter()
-        for images, labels in train_batches:
+        for images, labels in train_loader:
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels)
             loss.backward()
             optimizer.step()
-            losses += loss.detach() * len(images)
+            loss_sum += loss.detach() * len(images)
             if recorder.should_stop():
                 break
-        if recorder.should_stop():  # this epoch is trained again by the process that goes on
+        # The process that goes on begins this epoch again.
+        if recorder.should_stop():
             break
-        trained = len(train_batches) * options.batch_size // ranks
-        mean = losses.item() / trained  # item() waits for the GPU, so the clock counts all of its work
+        trained = len(train_loader) * batch_size
+        mean = loss_sum.item() / trained  # item() waits for the GPU: all its work is timed
         seconds = time.perf_counter() - started
 
         model.eval()
         counts = torch.zeros(2, device=device)  # of right answers, and of images
         with torch.no_grad():
-            for images, labels in test_batches:
+            for images, labels in test_loader:
                 images = images.to(device, non_blocking=True)
                 labels = labels.to(device, non_blocking=True)
                 counts[0] += (model(images).argmax(1) == labels).sum()
@@ -119,8 +138,9 @@ def main() -> None:
         right, tested = counts.tolist()
         # 4. Report what this rank has; the recorder sums up over all, at the pace of the slowest.
         recorder.epoch(trained, seconds, mean, test_samples=tested, accuracy=100 * right / tested)
-        recorder.save(SAVED, parts)
-    recorder.finish(saved=SAVED if recorder.should_stop() else None)
+        recorder.save(checkpoint, parts)
+        loss_sum.zero_()
+    recorder.finish(saved=checkpoint if recorder.should_stop() else None)
     dist.destroy_process_group()
 
 

@@ -21,25 +21,26 @@ from trainkit.tuning import tune_process
 
 
 class BranchedNet(Net):
-    """Net with a branch around its input, which a step may leave out; `always`: or multiply by 0."""
+    """Net with a branch around its input, which a step may skip.
+
+    With `always` such a step computes the branch all the same, and multiplies it by 0: the graph is one.
+    """
 
     def __init__(self, width: int, always: bool) -> None:
         super().__init__(width)
-        self.branch, self.always = nn.Conv2d(1, 1, kernel_size=3, padding=1), always
+        self.branch = nn.Conv2d(1, 1, kernel_size=3, padding=1)
+        self.always = always
 
     def forward(self, images: torch.Tensor, skip: bool = False) -> torch.Tensor:
         if skip and not self.always:
             return super().forward(images)
-        return super().forward(images + self.branch(images) * (not skip))
+        weight_of_branch = 0 if skip else 1
+        return super().forward(images + weight_of_branch * self.branch(images))
 
 
 @entrypoint
 def main() -> None:
-    graph = option(
-        "find",
-        choices=("find", "plain", "static"),
-        help="how to treat unused parameters",
-    )
+    graph = option("find", choices=("find", "plain", "static"), help="how to treat unused parameters")
     opts = parse_options(__doc__, graph=graph)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
@@ -55,31 +56,27 @@ def main() -> None:
     test_batches = eval_loader(test_set, opts, dist_env)
 
     # channels_last: the memory layout in which convolutions are fastest.
-    how = {"find_unused_parameters": opts.graph == "find", "static_graph": opts.graph == "static"}
-    model = BranchedNet(opts.width, always=how["static_graph"])
+    model = BranchedNet(opts.width, always=opts.graph == "static")
     model = model.to(dist_env.device, memory_format=torch.channels_last)
     # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
     # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
-    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **how)
+    model = nn.parallel.DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=opts.graph == "find",
+        static_graph=opts.graph == "static",
+    )
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    run = Run(
-        f"ddp-graph-{opts.graph}",
-        opts,
-        dist_env,
-        train_set,
-        model,
-        optimizer,
-        lr_scheduler,
-        devices=dist_env.world_size,
-    )
+    run = Run(f"ddp-graph-{opts.graph}", opts, dist_env, train_set, model, optimizer, lr_scheduler)
     run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            skip = lr_scheduler.last_epoch % 2 == 0  # by the steps so far: alike on all ranks
+            # By the number of steps so far, which is the same on all ranks.
+            skip = lr_scheduler.last_epoch % 2 == 0
             with autocast:
                 loss = F.nll_loss(model(images, skip), labels)
             loss.backward()
