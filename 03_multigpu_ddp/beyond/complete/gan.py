@@ -18,44 +18,54 @@ from trainkit.training.precision import set_float32_precision
 from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
-NOISE = 64
+NOISE = 64  # random numbers that an image is made of
 
 
 class Generator(nn.Sequential):
     """Turns noise, float32 (n, NOISE), into images (n, 1, 28, 28)."""
 
     def __init__(self, width: int) -> None:
-        first = nn.Linear(NOISE, 2 * width * 7 * 7), nn.ReLU(), nn.Unflatten(1, (2 * width, 7, 7))
-        second = nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1), nn.ReLU()
-        super().__init__(*first, *second, nn.ConvTranspose2d(width, 1, 4, stride=2, padding=1))
+        super().__init__(
+            nn.Linear(NOISE, 2 * width * 7 * 7),
+            nn.ReLU(),
+            nn.Unflatten(1, (2 * width, 7, 7)),
+            nn.ConvTranspose2d(2 * width, width, kernel_size=4, stride=2, padding=1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(width, 1, kernel_size=4, stride=2, padding=1),
+        )
 
 
 class Critic(nn.Sequential):
     """Rates how real images look, float32 (n, 1), as logits."""
 
     def __init__(self, width: int) -> None:
-        first = nn.Conv2d(1, width, 4, stride=2, padding=1), nn.LeakyReLU(0.2)
-        second = nn.Conv2d(width, 2 * width, 4, stride=2, padding=1), nn.LeakyReLU(0.2)
-        super().__init__(*first, *second, nn.Flatten(), nn.Linear(2 * width * 7 * 7, 1))
+        super().__init__(
+            nn.Conv2d(1, width, kernel_size=4, stride=2, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(width, 2 * width, kernel_size=4, stride=2, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Flatten(),
+            nn.Linear(2 * width * 7 * 7, 1),
+        )
 
 
 @entrypoint
 def main() -> None:
-    float32 = option(
+    precision = option(
         "fp32",
         choices=("fp32", "tf32"),
         help="what the layers compute in",
         shapes_training=True,
         column="precision",
     )
-    rate = option(
+    lr = option(
         2e-4,
         type=above_0(1e6),
         metavar="X",
         help="learning rate of both Adams",
         shapes_training=True,
     )
-    opts = parse_options(__doc__, lr=rate, precision=float32)
+    opts = parse_options(__doc__, lr=lr, precision=precision)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )
@@ -63,15 +73,16 @@ def main() -> None:
     opts = opts.resolve_batch_size(dist_env.world_size)
     set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
+
     train_set, _ = load_dataset(opts.dataset, opts.data_dir)
     train_batches = train_loader(train_set, opts, dist_env)
 
     generator = DistributedDataParallel(Generator(opts.width).to(dist_env.device))
     critic = DistributedDataParallel(Critic(opts.width).to(dist_env.device))
-    how = {"lr": opts.scaled_lr, "betas": (0.5, 0.999)}
-    optimizer = torch.optim.Adam(generator.parameters(), **how)
-    of_critic = torch.optim.Adam(critic.parameters(), **how)
-    also = {"critic": critic, "critic_optimizer": of_critic}  # in the checkpoints, too
+    optimizer = torch.optim.Adam(generator.parameters(), lr=opts.scaled_lr, betas=(0.5, 0.999))
+    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=opts.scaled_lr, betas=(0.5, 0.999))
+
+    # The checkpoints keep the second network and its optimizer, too.
     run = Run(
         "ddp-gan",
         opts,
@@ -79,23 +90,26 @@ def main() -> None:
         train_set,
         generator,
         optimizer,
-        None,
-        extra_state=also,
+        lr_scheduler=None,
+        extra_state={"critic": critic, "critic_optimizer": critic_optimizer},
     )
-    run.resume()
+    run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():
         for images, _ in run.steps(epoch, train_batches):
-            made = generator(run.noise(NOISE))  # of this step: N ranks draw what one would
-            of_critic.zero_grad()
-            scores = critic(torch.cat([images, made.detach()]))  # one forward for each backward
-            real = torch.zeros_like(scores)
-            real[: len(images)] = 1
-            critic_loss = F.binary_cross_entropy_with_logits(scores, real)
+            # The noise belongs to the step: all ranks together draw what one would.
+            generated = generator(run.noise(NOISE))
+            critic_optimizer.zero_grad()
+            # DDP needs one forward pass for each backward pass, so both kinds of images go through at once.
+            scores = critic(torch.cat([images, generated.detach()]))
+            is_real = torch.zeros_like(scores)
+            is_real[: len(images)] = 1
+            critic_loss = F.binary_cross_entropy_with_logits(scores, is_real)
             critic_loss.backward()
-            of_critic.step()
+            critic_optimizer.step()
 
             optimizer.zero_grad()
-            scores = critic.module(made)  # no exchange: gradients that the critic gets here are cleared above
+            # Without DDP's exchange: the gradients that the critic gets here are cleared in the next step.
+            scores = critic.module(generated)
             loss = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
             loss.backward()
             optimizer.step()

@@ -27,7 +27,7 @@ from trainkit.training.run import Run
 from trainkit.training.sharded import Sharded, check_pytorch
 from trainkit.tuning import tune_process
 
-# Those that other scripts have, too, fit this training here.
+# Some are options of every script, with values that fit this training.
 OPTIONS = {
     "layers": option(
         2,
@@ -99,22 +99,27 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, recompute: bool) -> None:
         super().__init__()
-        self.heads, self.recompute = heads, recompute
-        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.heads = heads
+        self.recompute = recompute
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.norm2 = nn.LayerNorm(width, bias=False)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.mix = nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.recompute and self.training:  # keeps x only; the backward pass recomputes the rest
+        # Keeps x only; the backward pass computes the rest again.
+        if self.recompute and self.training:
             return checkpoint(self._compute, x, use_reentrant=False)
         return self._compute(x)
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.query_key_value(self.norm1(x)).unflatten(2, (3, self.heads, -1))
-        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each (n, heads, t, width / heads)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.mix(seen.transpose(1, 2).flatten(2))
+        # From (n, t, 3 * width) to three tensors (n, heads, t, width / heads).
+        query_key_value = self.query_key_value(self.norm1(x)).unflatten(2, (3, self.heads, -1))
+        query, key, value = query_key_value.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -134,9 +139,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, recompute) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=False)
         for name, weights in self.named_parameters():
-            if weights.dim() == 2:  # what 2 * layers layers add up should not grow with their number
-                adds_up = name.endswith(("mix.weight", "down.weight"))
-                nn.init.normal_(weights, std=0.02 / math.sqrt(2 * layers) if adds_up else 0.02)
+            if weights.dim() != 2:
+                continue
+            std = 0.02
+            # Each block adds the outputs of these two to x, and the sum should not grow with the blocks.
+            if name.endswith(("mix.weight", "down.weight")):
+                std = 0.02 / math.sqrt(2 * layers)
+            nn.init.normal_(weights, std=std)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens) + self.positions[: tokens.shape[1]]
@@ -153,30 +162,30 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean"
 
 def split(model: GPT, dist_env: DistEnv, precision: str) -> None:
     """Leave each rank its share of every weight. A block is put together for its own turn only."""
-    how = {"mesh": init_device_mesh(dist_env.device.type, (dist_env.world_size,))}
-    if precision == "bf16":  # weights travel in bf16, gradients are added up in float32
-        how["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh(dist_env.device.type, (dist_env.world_size,))
+    policy = fsdp.MixedPrecisionPolicy()
+    # Weights travel in bf16, and gradients are added up in float32.
+    if precision == "bf16":
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fsdp.fully_shard(block, **how)
-    fsdp.fully_shard(model, **how)
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def build_optimizer(
     opts: Options, model: nn.Module, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Return AdamW, which pulls only matrices towards 0, and a warm-up, then a cosine down to a tenth."""
-    matrices, others = (
-        [weights for weights in model.parameters() if (weights.dim() >= 2) == matrix]
-        for matrix in (True, False)
-    )
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    matrices = [weights for weights in model.parameters() if weights.dim() >= 2]
+    vectors = [weights for weights in model.parameters() if weights.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=opts.scaled_lr, betas=(0.9, 0.95), fused=True)
-    warmup = opts.lr_warmup_images // opts.batch_size
+    warmup_steps = opts.lr_warmup_images // opts.batch_size
 
     def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -198,26 +207,39 @@ def main() -> None:
     paths = process_group.broadcast(
         process_group.on_rank_0(lambda: gpt_data.write(opts.data_dir, opts.shards))
     )
-    train_text, text = gpt_data.Text(paths[1:], opts.context), gpt_data.Text(paths[:1], opts.context)
+    # The first file is for the test, the others are for the training.
+    train_text = gpt_data.Text(paths[1:], opts.context)
+    test_text = gpt_data.Text(paths[:1], opts.context)
     train_batches = gpt_data.training(train_text, opts, dist_env)
-    test_batches = gpt_data.validating(text, opts, dist_env)
+    test_batches = gpt_data.validating(test_text, opts, dist_env)
 
-    shape = opts.vocabulary, opts.context, opts.width, opts.layers, opts.heads
-    model = network = GPT(*shape, recompute=opts.checkpoint_activations).to(dist_env.device)
-    flops = opts.context * gpt_metrics.flops_per_token(network)
-    if opts.compile:  # what is compiled for one block does for all; not what splits them, which is around it
-        for block in network.blocks:
+    model = GPT(
+        vocabulary=opts.vocabulary,
+        context=opts.context,
+        width=opts.width,
+        layers=opts.layers,
+        heads=opts.heads,
+        recompute=opts.checkpoint_activations,
+    ).to(dist_env.device)
+    flops_per_window = opts.context * gpt_metrics.flops_per_token(model)
+    # What is compiled for one block serves all of them. What splits a block is around it, and not compiled.
+    if opts.compile:
+        for block in model.blocks:
             block.forward = torch.compile(block.forward)
     if opts.how == "ddp":
-        model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
-        split(network, dist_env, opts.precision)
+        split(model, dist_env, opts.precision)
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, opts.epochs * len(train_batches))
 
-    name = f"gpt-{opts.how}" + "-recomputed" * opts.checkpoint_activations + "-compiled" * opts.compile
+    name = f"gpt-{opts.how}"
+    if opts.checkpoint_activations:
+        name += "-recomputed"
+    if opts.compile:
+        name += "-compiled"
     sharded = Sharded(model, optimizer) if opts.how == "shard" else None
-    best_file = opts.checkpoint_dir and opts.checkpoint_dir / "best.pt"
+    best_file = opts.checkpoint_dir / "best.pt" if opts.checkpoint_dir else None
     best = Best(model, sharded, best_file)
     run = Run(
         name,
@@ -248,7 +270,7 @@ def main() -> None:
         tested = evaluate(model, test_batches, loss_of, autocast)
         if opts.checkpoint_dir:
             best.keep(epoch, tested.loss)
-        metrics = gpt_metrics.of_epoch(run.trained, opts, dist_env, flops)
+        metrics = gpt_metrics.of_epoch(run.trained, opts, dist_env, flops_per_window)
         run.end_of_epoch(epoch, tested, metrics)
         if dist_env.rank == 0:
             errors.print_line(gpt_metrics.in_one_line(metrics))

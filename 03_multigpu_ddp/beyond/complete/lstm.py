@@ -25,39 +25,44 @@ class Sums(torch.utils.data.Dataset):
     name = "adding problem"
 
     def __init__(self, count: int, seed: int) -> None:
-        self.count, self.seed = count, seed
+        self.count = count
+        self.seed = seed
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        random = generator(self.seed, index)  # the same sequence in every epoch, on any rank
+        # So a sequence is the same in every epoch and on any rank.
+        random = generator(self.seed, index)
         numbers = torch.rand(5 + index % 11, generator=random)
         marks = (torch.randperm(len(numbers), generator=random) < 2).float()
         return torch.stack([numbers, marks], dim=1), (numbers * marks).sum()
 
 
 def pack(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[PackedSequence, torch.Tensor]:
+    """Put samples of unequal length into one batch."""
     sequences, sums = zip(*samples, strict=True)
     return pack_sequence(sequences, enforce_sorted=False), torch.stack(sums)
 
 
 class Adder(nn.LSTM):
+    """Takes n packed sequences, with 2 numbers in each place; returns their guessed sums, float32 (n,)."""
+
     def forward(self, sequences: PackedSequence) -> torch.Tensor:
-        _, (last, _) = super().forward(sequences)
-        return last[0].sum(dim=1)
+        _, (last_hidden, _) = super().forward(sequences)
+        return last_hidden[0].sum(dim=1)
 
 
 @entrypoint
 def main() -> None:
-    rate = option(
+    lr = option(
         0.01,
         type=above_0(1e6),
         metavar="X",
         help="the first learning rate, of Adam",
         shapes_training=True,
     )
-    opts = parse_options(__doc__, lr=rate)
+    opts = parse_options(__doc__, lr=lr)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )
@@ -65,13 +70,18 @@ def main() -> None:
     opts = opts.resolve_batch_size(dist_env.world_size)
     set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
-    train_set, test_set = Sums(10_000, seed=1), Sums(2_000, seed=2)
+
+    train_set = Sums(10_000, seed=1)
+    test_set = Sums(2_000, seed=2)
     train_batches = train_loader(train_set, opts, dist_env, collate_fn=pack)
     test_batches = eval_loader(test_set, opts, dist_env, collate_fn=pack)
-    model = nn.parallel.DistributedDataParallel(Adder(2, opts.width).to(dist_env.device))
+
+    model = Adder(input_size=2, hidden_size=opts.width).to(dist_env.device)
+    model = nn.parallel.DistributedDataParallel(model)
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer = torch.optim.Adam(model.parameters(), lr=opts.scaled_lr)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
+    lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
+
     run = Run(
         "ddp-lstm",
         opts,
@@ -79,22 +89,24 @@ def main() -> None:
         train_set,
         model,
         optimizer,
-        plateau,
+        lr_scheduler,
         unit="sequences",
     )
-    run.resume()
+    run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for sequences, sums in run.steps(epoch, train_batches):
             optimizer.zero_grad()
             with autocast:
                 loss = F.mse_loss(model(sequences), sums)
-            loss.backward()  # behind it the gradients are those of all ranks, and so is their norm
-            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            loss.backward()
+            # The gradients are the mean over all ranks by now, so each rank computes the same norm.
+            gradient_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()
-            run.log(loss=loss, gradient_norm=norm)
+            run.log(loss=loss, gradient_norm=gradient_norm)
         tested = evaluate(model, test_batches, F.mse_loss, autocast)
-        plateau.step(tested.loss)  # of all ranks; before end_of_epoch, whose checkpoint keeps it
+        # By the loss of all ranks. The checkpoint of end_of_epoch keeps the scheduler, so this comes first.
+        lr_scheduler.step(tested.loss)
         run.end_of_epoch(epoch, tested)
     run.finish()
     destroy_distributed()

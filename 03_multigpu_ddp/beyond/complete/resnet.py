@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchvision import transforms as t
+from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.models import resnet18
 
@@ -24,7 +24,7 @@ from trainkit.training.run import Run
 from trainkit.training.sync_on_cpu import SyncOnCPU
 from trainkit.tuning import tune_process
 
-OWN = {
+OPTIONS = {
     "images": option(
         Path("images"),
         type=Path,
@@ -49,10 +49,23 @@ OWN = {
 
 
 def read(folder: Path, size: int) -> tuple[ImageFolder, ImageFolder]:
-    scale = [t.Resize(size), t.CenterCrop(size), t.ToTensor()]
-    prepare = t.Compose([*scale, t.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
+    """Return the images to train and to validate on, each float32 (3, size, size).
+
+    Raises:
+        UserError: if train/ or val/ is missing or has no images, or they have different classes.
+    """
+    transform = transforms.Compose(
+        [
+            transforms.Resize(size),
+            transforms.CenterCrop(size),
+            transforms.ToTensor(),
+            # The means and deviations of ImageNet's colours.
+            transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+        ]
+    )
     try:
-        train_set, val_set = (ImageFolder(folder / part, prepare) for part in ("train", "val"))
+        train_set = ImageFolder(folder / "train", transform)
+        val_set = ImageFolder(folder / "val", transform)
     except OSError as error:
         raise UserError(f"--images {folder} is not to be used ({error}): it needs train/ and val/.") from None
     if train_set.classes != val_set.classes:
@@ -63,7 +76,7 @@ def read(folder: Path, size: int) -> tuple[ImageFolder, ImageFolder]:
 
 @entrypoint
 def main() -> None:
-    opts = parse_options(__doc__, **OWN)
+    opts = parse_options(__doc__, **OPTIONS)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )
@@ -76,19 +89,22 @@ def main() -> None:
     train_batches = train_loader(train_set, opts, dist_env)
     val_batches = eval_loader(val_set, opts, dist_env)
 
-    norm = nn.SyncBatchNorm if dist_env.device.type == "cuda" else SyncOnCPU
-    model = resnet18(num_classes=len(train_set.classes), norm_layer=norm)
-    model = nn.parallel.DistributedDataParallel(model.to(dist_env.device, memory_format=torch.channels_last))
+    # PyTorch's own SyncBatchNorm is for GPUs only.
+    norm_layer = nn.SyncBatchNorm if dist_env.device.type == "cuda" else SyncOnCPU
+    model = resnet18(num_classes=len(train_set.classes), norm_layer=norm_layer)
+    model = model.to(dist_env.device, memory_format=torch.channels_last)
+    model = nn.parallel.DistributedDataParallel(model)
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer = torch.optim.SGD(model.parameters(), lr=opts.scaled_lr, momentum=0.9, weight_decay=1e-4)
     lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=opts.epochs)
 
     run = Run("ddp-resnet18", opts, dist_env, train_set, model, optimizer, lr_scheduler)
-    run.resume()
+    run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):
-            mirrored = run.noise(1, 1, 1) > 0  # every second image, the same ones on any number of ranks
+            # About every second image is mirrored, the same ones on any number of ranks.
+            mirrored = run.noise(1, 1, 1) > 0
             images = torch.where(mirrored, images.flip(3), images)
             optimizer.zero_grad()
             with autocast:
@@ -96,7 +112,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             run.log(loss=loss)
-        lr_scheduler.step()  # per epoch; before end_of_epoch, whose checkpoint keeps it
+        # Once per epoch. The checkpoint of end_of_epoch keeps the scheduler, so this comes first.
+        lr_scheduler.step()
         run.end_of_epoch(epoch, evaluate(model, val_batches, F.cross_entropy, autocast))
     run.finish()
     destroy_distributed()

@@ -24,6 +24,8 @@ from trainkit.training.precision import set_float32_precision
 from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
+VECTOR = 4  # numbers that are learned for each category
+
 
 class TableNet(nn.Module):
     """Two hidden layers over the numbers of a row and a learned vector for each of its categories.
@@ -34,13 +36,15 @@ class TableNet(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.vectors = nn.ModuleList(nn.Embedding(size, 4) for size in CATEGORIES)
+        self.vectors = nn.ModuleList(nn.Embedding(size, VECTOR) for size in CATEGORIES)
         hidden = 4 * width
         self.layers = nn.Sequential(
-            nn.Linear(NUMBERS + 4 * len(CATEGORIES), hidden), nn.ReLU(),
-            nn.Linear(hidden, hidden), nn.ReLU(),
+            nn.Linear(NUMBERS + VECTOR * len(CATEGORIES), hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
             nn.Linear(hidden, len(CLASSES)),
-        )  # fmt: skip
+        )
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         columns = rows[:, NUMBERS:].long().unbind(1)
@@ -50,7 +54,7 @@ class TableNet(nn.Module):
 
 @entrypoint
 def main() -> None:
-    float32 = option(
+    precision = option(
         "fp32",
         choices=("fp32", "tf32"),
         help="what the layers compute in",
@@ -58,26 +62,29 @@ def main() -> None:
         column="precision",
     )
     weights = option(
-"exact",
-choices=("exact", "naive", "none"),
-help="how rare classes weigh more: in the whole batch alike; within each share by itself; not at all",
-shapes_training=True,
-)  # fmt: skip
+        "exact",
+        choices=("exact", "naive", "none"),
+        help="how rare classes weigh more: in the whole batch alike; within each share by itself; not at all",
+        shapes_training=True,
+    )
     accumulate = option(
         1,
         type=at_least(1),
         metavar="K",
         help="micro-batches of a batch, one after the other",
     )
-    opts = parse_options(__doc__, weights=weights, accumulate=accumulate, precision=float32)
+    opts = parse_options(__doc__, weights=weights, accumulate=accumulate, precision=precision)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
     set_float32_precision(opts.precision, dist_env.device)
-    what = f"micro-batches ({dist_env.world_size} processes x --accumulate {opts.accumulate})"
-    check_divides(opts.batch_size, dist_env.world_size * opts.accumulate, what)
+    check_divides(
+        opts.batch_size,
+        parts=dist_env.world_size * opts.accumulate,
+        what=f"micro-batches ({dist_env.world_size} processes x --accumulate {opts.accumulate})",
+    )
     torch.manual_seed(opts.seed)
 
     # Every rank has all rows, and takes its own share of every batch.
@@ -92,17 +99,15 @@ shapes_training=True,
     model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    name = f"tabular-{opts.weights}"
-    parts = opts.accumulate
     run = Run(
-        name,
+        f"tabular-{opts.weights}",
         opts,
         dist_env,
         train_set,
         model,
         optimizer,
         lr_scheduler,
-        gradient_accumulation_steps=parts,
+        gradient_accumulation_steps=opts.accumulate,
     )
     run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():
@@ -110,20 +115,24 @@ shapes_training=True,
         for rows, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
             # A weighted mean divides by the sum of the weights: that of the whole batch, on all ranks.
-            whole = process_group.sum_in_place(class_weights[labels].sum())
+            batch_weight = process_group.sum_in_place(class_weights[labels].sum())
             loss = 0
-            micro_batches = zip(rows.chunk(parts), labels.chunk(parts), strict=True)
-            for part, (inputs, targets) in enumerate(micro_batches, start=1):
-                with model.no_sync() if part < parts else nullcontext():
-                    output = model(inputs)
-                    if opts.weights == "naive":  # divides by the sum of the weights of this part
-                        share = F.cross_entropy(output, targets, class_weights) / parts
+            micro_batches = zip(rows.chunk(opts.accumulate), labels.chunk(opts.accumulate), strict=True)
+            for number, (micro_rows, micro_labels) in enumerate(micro_batches, start=1):
+                # The gradients of all micro-batches add up. The last backward pass alone exchanges them.
+                is_last = number == opts.accumulate
+                with nullcontext() if is_last else model.no_sync():
+                    logits = model(micro_rows)
+                    if opts.weights == "naive":
+                        # Divides by the sum of the weights of this micro-batch.
+                        mean_loss = F.cross_entropy(logits, micro_labels, class_weights)
+                        micro_loss = mean_loss / opts.accumulate
                     else:
                         # DDP will divide by the number of ranks, which this takes back.
-                        total = F.cross_entropy(output, targets, class_weights, reduction="sum")
-                        share = total * dist_env.world_size / whole
-                    share.backward()
-                loss += share.detach()
+                        loss_sum = F.cross_entropy(logits, micro_labels, class_weights, reduction="sum")
+                        micro_loss = loss_sum * dist_env.world_size / batch_weight
+                    micro_loss.backward()
+                loss += micro_loss.detach()
             optimizer.step()
             lr_scheduler.step()
             run.log(loss=loss)

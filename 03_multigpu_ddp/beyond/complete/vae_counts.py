@@ -22,11 +22,16 @@ from trainkit.training.precision import set_float32_precision
 from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
-GENES, PLATES, TYPES, LATENT = 200, 3, 8, 10
-CELLS, MOST_CELLS, HELD_OUT = 5_000, 100_000, 2_000
-KL_WARMUP = 20_000  # cells, over which the KL divergence comes to count in full
+GENES = 200
+PLATES = 3
+TYPES = 8  # of cells
+LATENT = 10  # numbers in the state of a cell
+TRAIN_CELLS = 5_000  # without --train-size
+MAX_TRAIN_CELLS = 100_000
+TEST_CELLS = 2_000
+KL_WARMUP_CELLS = 20_000  # trained on until the KL divergence counts in full
 # Of a cell: the counts of its genes, a 1 in the column of its plate, and the noise of its evaluation.
-COLUMNS = GENES, PLATES, LATENT
+COLUMNS = (GENES, PLATES, LATENT)
 
 
 def draw_cells(count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,18 +42,22 @@ def draw_cells(count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         Inputs, float32 (count, sum(COLUMNS)), and the true type of each cell, int64 (count,).
     """
-    tissue, random = np.random.default_rng(0), np.random.default_rng(part)
+    tissue = np.random.default_rng(0)
+    random = np.random.default_rng(part)
     log_level = tissue.normal(0, 1, GENES)
     log_of_type = tissue.normal(0, 0.35, (TYPES, GENES))
     log_of_plate = tissue.normal(0, 0.5, (PLATES, GENES))  # each catches some genes better than others
     dispersion = tissue.uniform(1, 5, GENES)
-    types, plates = random.integers(TYPES, size=count), random.integers(PLATES, size=count)
+    types = random.integers(TYPES, size=count)
+    plates = random.integers(PLATES, size=count)
     rates = np.exp(log_level + log_of_type[types] + log_of_plate[plates])
     library_sizes = random.lognormal(np.log(500), 0.4, (count, 1))  # molecules caught of a cell
     means = library_sizes * rates / rates.sum(1, keepdims=True)
     counts = random.poisson(random.gamma(dispersion, means / dispersion))
-    columns = counts, np.eye(PLATES)[plates], random.normal(size=(count, LATENT))
-    return torch.from_numpy(np.hstack(columns)).float(), torch.from_numpy(types)
+    plate_columns = np.eye(PLATES)[plates]
+    noise = random.normal(size=(count, LATENT))
+    inputs = np.hstack([counts, plate_columns, noise])
+    return torch.from_numpy(inputs).float(), torch.from_numpy(types)
 
 
 class Output(NamedTuple):
@@ -86,16 +95,28 @@ class CountsVAE(nn.Module):
         """Reconstruct `inputs` of `draw_cells`; `noise`, float32 (n, LATENT), replaces each cell's own."""
         counts, plates, own_noise = inputs.split(COLUMNS, dim=1)
         mean, log_variance = self.encode(inputs)
-        state = mean + (0.5 * log_variance).exp() * (own_noise if noise is None else noise)
+        if noise is None:
+            noise = own_noise
+        state = mean + (0.5 * log_variance).exp() * noise
         log_shares = self.decoder(torch.cat([state, plates], dim=1)).log_softmax(dim=1)
         log_means = log_shares + counts.sum(dim=1, keepdim=True).clamp(min=1).log()
         # The same numbers as `state`, but the gradient's sign is changed: what helps the critic is unlearned.
         guess = self.critic(2 * state.detach() - state) if ask_critic else None
-        return Output(self.log_dispersion.exp(), log_means - self.log_dispersion, mean, log_variance, guess)
+        return Output(
+            dispersion=self.log_dispersion.exp(),
+            logits=log_means - self.log_dispersion,
+            mean=mean,
+            log_variance=log_variance,
+            guess=guess,
+        )
 
 
 def _two_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+    return nn.Sequential(
+        nn.Linear(inputs, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, outputs),
+    )
 
 
 def negative_elbo(
@@ -111,7 +132,7 @@ def negative_elbo(
 
 @entrypoint
 def main() -> None:
-    float32 = option(
+    precision = option(
         "fp32",
         choices=("fp32", "tf32"),
         help="what the layers compute in",
@@ -119,11 +140,9 @@ def main() -> None:
         column="precision",
     )
     graph = option(
-        "find",
-        choices=("find", "plain"),
-        help="plain: without find_unused_parameters, which fails",
+        "find", choices=("find", "plain"), help="plain: without find_unused_parameters, which fails"
     )
-    opts = parse_options(__doc__, graph=graph, precision=float32)
+    opts = parse_options(__doc__, graph=graph, precision=precision)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )
@@ -133,21 +152,24 @@ def main() -> None:
     torch.manual_seed(opts.seed)
 
     # The counts are what goes in and what is to come out.
-    cells, held_out = (
-        InMemoryDataset("gene counts", inputs, inputs[:, :GENES])
-        for inputs, _ in (draw_cells(min(opts.train_size or CELLS, MOST_CELLS), 1), draw_cells(HELD_OUT, 2))
-    )
-    train_batches = train_loader(cells, opts, dist_env)
-    test_batches = eval_loader(held_out, opts, dist_env)
+    train_count = min(opts.train_size or TRAIN_CELLS, MAX_TRAIN_CELLS)
+    train_inputs, _ = draw_cells(train_count, part=1)
+    test_inputs, _ = draw_cells(TEST_CELLS, part=2)
+    train_set = InMemoryDataset("gene counts", train_inputs, train_inputs[:, :GENES])
+    test_set = InMemoryDataset("gene counts", test_inputs, test_inputs[:, :GENES])
+    train_batches = train_loader(train_set, opts, dist_env)
+    test_batches = eval_loader(test_set, opts, dist_env)
 
     model = CountsVAE(hidden=4 * opts.width).to(dist_env.device)
     # Every second step leaves the critic out, and DDP would wait for its gradients.
-    find = opts.graph == "find"
-    how = {"gradient_as_bucket_view": True, "find_unused_parameters": find}
-    model = nn.parallel.DistributedDataParallel(model, **how)
+    model = nn.parallel.DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=opts.graph == "find",
+    )
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    run = Run("ddp-vae", opts, dist_env, cells, model, optimizer, lr_scheduler)
+    run = Run("ddp-vae", opts, dist_env, train_set, model, optimizer, lr_scheduler)
     run.resume()  # goes on where an earlier run stopped
     for epoch in run.epochs():
         model.train()
@@ -156,9 +178,11 @@ def main() -> None:
             # Those done so far, also by an earlier process: alike on all ranks.
             step = lr_scheduler.last_epoch
             output = model(inputs, run.noise(LATENT), ask_critic=step % 2 == 1)
-            loss = negative_elbo(output, counts, kl_weight=min(1, step * opts.batch_size / KL_WARMUP))
+            kl_weight = min(1, step * opts.batch_size / KL_WARMUP_CELLS)
+            loss = negative_elbo(output, counts, kl_weight=kl_weight)
             if output.guess is not None:
-                loss = loss + F.cross_entropy(output.guess, inputs.split(COLUMNS, dim=1)[1])
+                _, plates, _ = inputs.split(COLUMNS, dim=1)
+                loss = loss + F.cross_entropy(output.guess, plates)
             loss.backward()
             optimizer.step()
             lr_scheduler.step()
