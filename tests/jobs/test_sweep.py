@@ -259,7 +259,7 @@ def test_a_sweep_of_an_own_script(checkout: SweepCheckout) -> None:
 def test_a_file_system_without_locks(checkout: SweepCheckout) -> None:
     checkout.pretend()
     checkout.plant(
-        "slurm/sweep.py",
+        "trainkit/commands/sweep.py",
         """
         import fcntl
 
