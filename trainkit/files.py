@@ -97,11 +97,11 @@ def lock(path: Path) -> io.FileIO | None:
         OSError: if it cannot be opened.
     """
     file = _LockFile(path, "ab")
-    found = os.fstat(file.fileno())
-    own = _HELD.get((found.st_dev, found.st_ino))
-    if own and not own.closed:
+    status = os.fstat(file.fileno())
+    held = _HELD.get((status.st_dev, status.st_ino))
+    if held and not held.closed:
         file.close()
-        return own
+        return held
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -109,7 +109,7 @@ def lock(path: Path) -> io.FileIO | None:
         if isinstance(error, BlockingIOError):
             raise
         return None  # as Lustre without `flock` (ENOSYS), or NFS whose server has no lockd (ENOLCK)
-    _HELD[found.st_dev, found.st_ino] = file
+    _HELD[status.st_dev, status.st_ino] = file
     with suppress(OSError):  # a full disk
         file.truncate(0)
         file.write(_this_process().encode())

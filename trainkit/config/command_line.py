@@ -15,9 +15,9 @@ LARGEST = 1e38  # about the largest float32
 class Parser(argparse.ArgumentParser):
     """argparse's parser. It raises mistakes as `UserError`s, and an abbreviated option is one."""
 
-    def __init__(self, **how: object) -> None:
-        how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | how
-        super().__init__(**how)
+    def __init__(self, **arguments: object) -> None:
+        defaults = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**defaults | arguments)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help.")

@@ -183,8 +183,9 @@ def _faults(folder: Path, read: bool = True, files: dict[str, bytearray] | None 
         if path.is_dir():  # as some archives unpack
             raise UserError(f"{path} is a folder, and MNIST's file has to be there: replace it.")
         try:
-            if (found := path.stat().st_size) != size:
-                faults[name] = f"cut short, or too long ({found} of {size} bytes)"
+            size_on_disk = path.stat().st_size
+            if size_on_disk != size:
+                faults[name] = f"cut short, or too long ({size_on_disk} of {size} bytes)"
             elif read:
                 content = bytearray(path.read_bytes())
                 if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:

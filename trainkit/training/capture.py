@@ -57,10 +57,11 @@ class CapturedStep:
         return self._loss
 
     def _capture(self, batch: tuple[torch.Tensor, ...]) -> None:
-        self._batch, graph = [given.clone() for given in batch], torch.cuda.CUDAGraph()
+        self._batch = [tensor.clone() for tensor in batch]
+        graph = torch.cuda.CUDAGraph()
         # thread_local: a loader's thread may ask for pinned memory meanwhile.
-        how = {"stream": self._stream, "capture_error_mode": "thread_local"}
-        with _explained(), torch.cuda.graph(graph, **how):
+        capture = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
+        with _explained(), capture:
             self._loss = self._step(*self._batch)
         self._graph = graph
 

@@ -39,34 +39,38 @@ class Drift:
             # A tensor of which no rank knows more than None tells nothing.
             changed = [of_ranks for of_ranks in of_tensors if set(of_ranks) != {None}]
             if changed and not any(set(of_ranks) <= {True, None} for of_ranks in changed):
-                own = f"{process_group.count()} ranks has trained a {type(network).__name__} of its own"
+                kind = type(network).__name__
                 raise UserError(
-                    f"each of the {own}, as nothing has averaged their gradients: train through "
-                    "DistributedDataParallel(model), or through what Accelerate's prepare or Fabric's setup "
-                    "returns (on CPUs: Accelerator(cpu=True)). If they are to differ, give Run "
-                    "per_rank_state, or Recorder weights_differ=True."
+                    f"each of the {process_group.count()} ranks has trained a {kind} of its own, as nothing "
+                    "has averaged their gradients: train through DistributedDataParallel(model), or through "
+                    "what Accelerate's prepare or Fabric's setup returns (on CPUs: Accelerator(cpu=True)). "
+                    "If they are to differ, give Run per_rank_state, or Recorder weights_differ=True."
                 )
 
 
 def _alike(
-    own: dict[str, torch.Tensor], of_rank_0: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
+    sums: dict[str, torch.Tensor], sums_of_rank_0: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
 ) -> list[bool | None]:
     """Return for each tensor whether it has changed as on rank 0.
 
     None stands for a tensor that has not changed, or that is no longer numbers: a training that diverges does
     so on all ranks. The list is empty if rank 0 has other tensors, with which nothing can be compared.
     """
-    sizes, sizes_of_rank_0 = ([(name, len(sums)) for name, sums in one.items()] for one in (own, of_rank_0))
-    if sizes != sizes_of_rank_0:
+    if _sizes(sums) != _sizes(sums_of_rank_0):
         return []
-    found = []
-    for name, sums in own.items():
-        change = (sums - before[name]).norm()
+    has_changed_alike: list[bool | None] = []
+    for name, sums_of_tensor in sums.items():
+        change = (sums_of_tensor - before[name]).norm()
         if change == 0 or not change.isfinite():
-            found.append(None)
+            has_changed_alike.append(None)
         else:
-            found.append(bool((sums - of_rank_0[name]).norm() <= EQUAL * change))
-    return found
+            difference = (sums_of_tensor - sums_of_rank_0[name]).norm()
+            has_changed_alike.append(bool(difference <= EQUAL * change))
+    return has_changed_alike
+
+
+def _sizes(sums: dict[str, torch.Tensor]) -> list[tuple[str, int]]:
+    return [(name, len(sums_of_tensor)) for name, sums_of_tensor in sums.items()]
 
 
 @torch.no_grad()

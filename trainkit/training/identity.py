@@ -50,8 +50,8 @@ def base_lr(optimizer: torch.optim.Optimizer, group: int = 0) -> float:
     """Return the learning rate of a group of weights before any schedule; NaN if it finds its own."""
     of_group = optimizer.param_groups[group]
     # One that has made steps may follow a schedule that is no object of PyTorch's.
-    given = optimizer.defaults.get("lr") if optimizer.state else of_group.get("lr")
-    lr = of_group.get("initial_lr", given)
+    current_lr = optimizer.defaults.get("lr") if optimizer.state else of_group.get("lr")
+    lr = of_group.get("initial_lr", current_lr)
     return math.nan if lr is None else float(lr)
 
 

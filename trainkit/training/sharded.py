@@ -59,11 +59,16 @@ class Sharded:
         kernels = {
             name: value for name, value in parts["optimizer"].items() if name.rpartition(".")[2] in KERNELS
         }
-        for name, own in parts.items():
-            _take(own, state[name])
+        for name, part in parts.items():
+            _take(part, state[name])
         parts["optimizer"].update(kernels)
-        given = {"model_state_dict": parts["model"], "optim_state_dict": parts["optimizer"]}
-        set_state_dict(self._model, self._optimizer, **given, options=self._by_name)
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=parts["model"],
+            optim_state_dict=parts["optimizer"],
+            options=self._by_name,
+        )
 
     def _parts(self) -> dict[str, dict]:
         parts = get_state_dict(self._model, self._optimizer, options=self._by_name)

@@ -50,8 +50,8 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
     computing = alone[..., TIMED.index("backward")].mean(2)
     added = backward - computing
     # In each step the others wait, in the backward pass, for the rank whose own work takes longest.
-    own = alone.sum(3)
-    waiting = (own.amax(0) - own).mean(2).minimum(added.clamp(min=0))
+    own_work = alone.sum(3)
+    waiting = (own_work.amax(0) - own_work).mean(2).minimum(added.clamp(min=0))
     return {
         "data": data,
         "forward": forward,
@@ -65,8 +65,8 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
 def facts(options: Options, dist_env: DistEnv, dataset: str, model: nn.Module) -> dict[str, object]:
     """Return the columns that are the same in all lines of the file; every rank has to call it."""
     run_id = process_group.broadcast(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}")
-    own = {"run_id": run_id, "settings": options.settings()}
-    return own | options.columns() | of_start(dist_env, model, dataset, options.precision)
+    columns = {"run_id": run_id, "settings": options.settings()} | options.columns()
+    return columns | of_start(dist_env, model, dataset, options.precision)
 
 
 def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: torch.Tensor) -> str:

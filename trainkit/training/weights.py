@@ -54,10 +54,12 @@ def check_equal(parts: dict[str, object], way: str) -> None:
     }
     first, *others = process_group.gather(shapes)
     for rank, other in enumerate(others, start=1):
-        for name, own in first.items():
-            if other.get(name, own) != own:
-                told = f"{name} has other weights on rank {rank} than on rank 0"
-                raise UserError(f"{told}, which alone would be saved: {way}")
+        for name, shapes_on_rank_0 in first.items():
+            if other.get(name, shapes_on_rank_0) != shapes_on_rank_0:
+                raise UserError(
+                    f"{name} has other weights on rank {rank} than on rank 0, which alone would be saved: "
+                    f"{way}"
+                )
 
 
 def _is_shared_out(part: object) -> bool:
