@@ -234,7 +234,8 @@ def main() -> None:
             optimizer.step()
             loss_sum += loss.detach() * len(images)
             step += 1
-            stop = step % CHECK_STEPS == 0 and must_stop(signals_received, device)
+            ranks_meet = step % CHECK_STEPS == 0 or step == steps
+            stop = ranks_meet and must_stop(signals_received, device)
             if stop or step % args.save_every == 0:
                 save(epoch, step)
             if stop:
