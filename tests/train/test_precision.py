@@ -83,12 +83,12 @@ def test_a_run_goes_on_with_tf32_or_says_that_it_cannot(script: Callable, tmp_pa
     checkout.plant(
         "single",
         """
-        from trainkit.training import precision
+        from trainkit.devices import Cpu
 
         def show():
             print((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
 
-        precision.has_tf32 = bool
+        Cpu.supports_tf32 = lambda self, device: True
         faults.after_epoch(1, show)
         """,
     )

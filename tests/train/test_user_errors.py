@@ -89,7 +89,7 @@ BAD_OPTIONS_OF_EXAMPLES = [
     ("by_hand --flatten", ["unrecognized arguments: --flatten"]),
     ("captured --how captured --precision fp32", ["CUDA graph", "GPU"]),
     ("tabular --weights much", ["--weights", "'much'"]),
-    ("tabular --precision bf16", ["TableNet", "--precision bf16"]),
+    ("tabular --precision bf16", ["--precision", "'bf16'"]),
     ("tabular --test-size 6000", ["--test-size 6000", "5000"]),
     ("gpt --width 16 --heads 3", ["--width 16", "--heads 3"]),
     ("gpt --data-dir . --shards 1 --test-size 2", ["2 windows", "3"]),
