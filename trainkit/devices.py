@@ -390,11 +390,6 @@ def device_name(device: torch.device) -> str:
     return accelerator_of(device).name(device)
 
 
-def has_tf32(device: torch.device) -> bool:
-    """Return whether the device is a GPU with TF32."""
-    return accelerator_of(device).supports_tf32(device)
-
-
 def card(device: torch.device) -> str:
     """Return the host and card of the GPU, the same for all its slices (MIG); "" if PyTorch has none."""
     return accelerator_of(device).card(device)

@@ -24,7 +24,7 @@ from trainkit import errors
 from trainkit.compare.page import markdown
 from trainkit.config.command_line import Parser, at_least
 from trainkit.data import staging
-from trainkit.devices import device_name, has_tf32
+from trainkit.devices import accelerator_of, device_name
 from trainkit.files import check_writable
 from trainkit.jobs.stages import STAGES
 from trainkit.record import records
@@ -99,7 +99,9 @@ def table(path: Path) -> str:
 
 def speed(args: argparse.Namespace) -> Rows:
     """Two epochs of the classic recipe at batch 128, on one GPU or all CPU cores."""
-    tf32 = ("tf32",) if has_tf32(_device()) else ()  # the classic script's convolutions have it there
+    device = _device()
+    # The classic script's convolutions have it there.
+    tf32 = ("tf32",) if accelerator_of(device).supports_tf32(device) else ()
     for repeat in range(args.repeats):
         yield from _classic(args, repeat, "--epochs=2")
         for precision in ("fp32", *tf32, "bf16"):

@@ -71,6 +71,17 @@ SCRIPT_GROUP = "this script"
 option = partial(_option, SCRIPT_GROUP)  # declares an option of one script, for `parse_options`
 
 
+def float32_precision() -> Field:
+    """Declare the `--precision` of a script that enters no autocast: it computes in float32, or in TF32."""
+    return option(
+        "fp32",
+        choices=("fp32", "tf32"),
+        help="what the layers compute in",
+        shapes_training=True,
+        column="precision",
+    )
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of a run; `--help` explains each one."""

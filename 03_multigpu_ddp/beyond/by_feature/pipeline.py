@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from trainkit.config.command_line import at_least, check_divides
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import float32_precision, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.launchers import DistEnv
@@ -93,20 +93,13 @@ class InTurn(nn.Module):
 @entrypoint
 def main() -> None:
     check_pytorch()
-    precision = option(
-        "fp32",
-        choices=("fp32", "tf32"),
-        help="what the layers compute in",
-        shapes_training=True,
-        column="precision",
-    )
     micro_batches = option(
         4,
         type=at_least(1),
         metavar="M",
         help="micro-batches of a batch, in the pipeline behind each other",
     )
-    opts = parse_options(__doc__, micro_batches=micro_batches, precision=precision)
+    opts = parse_options(__doc__, micro_batches=micro_batches, precision=float32_precision())
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.config.command_line import above_0
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import float32_precision, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -51,13 +51,6 @@ class Critic(nn.Sequential):
 
 @entrypoint
 def main() -> None:
-    precision = option(
-        "fp32",
-        choices=("fp32", "tf32"),
-        help="what the layers compute in",
-        shapes_training=True,
-        column="precision",
-    )
     lr = option(
         2e-4,
         type=above_0(1e6),
@@ -65,7 +58,7 @@ def main() -> None:
         help="learning rate of both Adams",
         shapes_training=True,
     )
-    opts = parse_options(__doc__, lr=lr, precision=precision)
+    opts = parse_options(__doc__, lr=lr, precision=float32_precision())
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainkit import errors
 from trainkit.config.command_line import at_least, check_divides
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import float32_precision, option, parse_options
 from trainkit.data.loaders import eval_loader, train_loader
 from trainkit.distributed import process_group
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -54,13 +54,6 @@ class TableNet(nn.Module):
 
 @entrypoint
 def main() -> None:
-    precision = option(
-        "fp32",
-        choices=("fp32", "tf32"),
-        help="what the layers compute in",
-        shapes_training=True,
-        column="precision",
-    )
     weights = option(
         "exact",
         choices=("exact", "naive", "none"),
@@ -73,7 +66,7 @@ def main() -> None:
         metavar="K",
         help="micro-batches of a batch, one after the other",
     )
-    opts = parse_options(__doc__, weights=weights, accumulate=accumulate, precision=precision)
+    opts = parse_options(__doc__, weights=weights, accumulate=accumulate, precision=float32_precision())
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

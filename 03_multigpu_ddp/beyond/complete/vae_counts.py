@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import NegativeBinomial
 
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import float32_precision, option, parse_options
 from trainkit.data.datasets import InMemoryDataset
 from trainkit.data.loaders import eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -132,17 +132,10 @@ def negative_elbo(
 
 @entrypoint
 def main() -> None:
-    precision = option(
-        "fp32",
-        choices=("fp32", "tf32"),
-        help="what the layers compute in",
-        shapes_training=True,
-        column="precision",
-    )
     graph = option(
         "find", choices=("find", "plain"), help="plain: without find_unused_parameters, which fails"
     )
-    opts = parse_options(__doc__, graph=graph, precision=precision)
+    opts = parse_options(__doc__, graph=graph, precision=float32_precision())
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )
