@@ -69,7 +69,7 @@ data: $(VENV)/ready
 bench: $(VENV)/ready
 	@$(RUN) tools/bench/bench.py $(ARGS)
 
-# What the lessons are made of: diffs and tables that the READMEs quote, the notebook's outputs.
+# What the lessons are made of: diffs and tables that the READMEs quote, the pictures, the notebook's outputs.
 lessons: $(VENV)/ready
 	@$(RUN) tools/lessons.py
 

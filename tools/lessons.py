@@ -7,7 +7,7 @@ of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medi
 `medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of what breakdown.py wrote `phases FILE.tsv`, of
 a job's samples `verdict FOLDER`, what a program has printed `output FILE.txt`, or `bench TOOL FILE.csv
 ...`, the table that a tool in tools/bench makes of what it has written. Paths are relative to the README.
-Run this file (`make lessons`) to bring all up to date.
+Run this file (`make lessons`) to bring all up to date, and the pictures that tools/pictures draws.
 
 So is the notebook of stage 02: it is run, and what every run without a GPU shows alike is kept. A cell with
 the tag `fresh` measures. Its outputs are the reader's own, and none are committed.
@@ -28,6 +28,7 @@ from pathlib import Path
 
 import nbformat
 import pandas as pd
+import pictures
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from PIL import Image
@@ -228,5 +229,6 @@ def _without_text(png: str) -> str:
 if __name__ == "__main__":
     for path in files("*.md"):
         path.write_text(up_to_date(path))
+    pictures.write()
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     nbformat.write(cleaned(executed(nbformat.read(NOTEBOOK, as_version=4))), NOTEBOOK)

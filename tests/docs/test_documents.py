@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import lessons
 import numpy as np
 import pandas as pd
+import pictures
 import pytest
 import torch
 from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
@@ -271,6 +272,11 @@ def test_the_lines_that_a_lesson_compares_stand_in_the_job_scripts() -> None:
 )
 def test_a_picture_has_a_title(path: Path) -> None:
     assert ElementTree.fromstring(path.read_text()).find("{*}title").text
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_shows_what_was_measured(name: str) -> None:
+    assert str(pictures.PICTURES[name]()) == (REPOSITORY / name).read_text(), "run `make lessons`"
 
 
 old = pytest.mark.skipif(torch.__version__ < sharded.NEEDED, reason="gpt.py needs a newer PyTorch")
