@@ -4,9 +4,9 @@ A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where 
 FILE "FIRST" "LAST"` (of a .py or .sh: from the line that contains FIRST to the next that contains LAST),
 `table FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column
 of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV
-`medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of what breakdown.py wrote `phases FILE.tsv`, of
-a job's samples `verdict FOLDER`, what a program has printed `output FILE.txt`, or `bench TOOL FILE.csv
-...`, the table that a tool in tools/bench makes of what it has written. Paths are relative to the README.
+`medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, what a program
+has printed `output FILE.txt`, or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of
+what it has written. Paths are relative to the README.
 Run this file (`make lessons`) to bring all up to date, and the pictures that tools/pictures draws.
 
 So is the notebook of stage 02: it is run, and what every run without a GPU shows alike is kept. A cell with
@@ -88,7 +88,6 @@ def up_to_date(readme: Path) -> str:
             "comparison": _comparison,
             "pivot": _pivot,
             "medians": _medians,
-            "phases": _phases,
             "verdict": _verdict,
             "output": _output,
             "bench": _bench,
@@ -166,16 +165,6 @@ def _cells(table: pd.DataFrame) -> str:
         of_row = row if isinstance(row, tuple) else (row,)
         lines.append([*map(str, of_row), *("" if pd.isna(cell) else f"{cell:.2f}" for cell in cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _phases(folder: Path, name: str) -> str:
-    """The milliseconds of each phase by number of workers: the mean of the ranks' medians."""
-    rows = pd.read_csv(folder / name, sep="\t")
-    of_ranks = rows.groupby(["world_size", "phase", "rank"]).seconds.median()
-    table = 1000 * of_ranks.groupby(["world_size", "phase"]).mean().unstack()[rows.phase.unique()]
-    lines = [["workers", *table], ["---"] * (1 + len(table.columns))]
-    lines += [[str(workers), *map("{:.2f}".format, cells)] for workers, *cells in table.itertuples()]
-    return _markdown(lines, "")
 
 
 def _verdict(folder: Path, name: str) -> str:

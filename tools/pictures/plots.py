@@ -148,9 +148,9 @@ def learning_rate() -> Picture:
         "Test accuracy by batch size, for three rules of the learning rate and three optimizers", 360
     )
     lines = {
-        "none": Line("unchanged", "ink", "circle", "2 4"),
+        "none": Line("unchanged", "muted", "circle", "2 4"),
         "linear": Line("linear", "second", "square"),
-        "sqrt": Line("square root", "compute", "triangle", "7 4"),
+        "sqrt": Line("square root", "ink", "triangle", "7 4"),
     }
     for number, look in enumerate(lines.values()):
         left = 52 + 138 * number
@@ -204,6 +204,10 @@ def step() -> Picture:
         for phase, colour in colours.items():
             milliseconds = table[phase][workers]
             picture.rect(across(start), top, across(milliseconds) - across(0), 44, colour, radius=0)
+            if milliseconds > 20:
+                middle = across(start + milliseconds / 2)
+                on_dark = "paper" if colour == "compute" else "ink"
+                picture.text(middle, top + 27, f"{milliseconds:.0f}", NORMAL, "middle", colour=on_dark)
             start += milliseconds
         picture.text(across(start) + 8, top + 27, f"{table.step[workers]:.0f} ms", NORMAL, bold=True)
     picture.x_axis(across, [0, 50, 100, 150, 200], 168, "ms of a step of 256 images")
