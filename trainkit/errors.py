@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -154,6 +154,14 @@ def print_line(text: str | None = None, stream: TextIO | None = None) -> None:
         stream.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows of text in columns, the titles first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)]
+        print_line("  ".join(cells).rstrip())
 
 
 def fail(text: str, state: str = "failed") -> NoReturn:

@@ -72,9 +72,9 @@ OTHERS = {
     "slurm/practice_cluster/cluster.py": """
         --bandwidth --conf --cpus --gpu-kind --gpus --mode --name --no-accounting --nodes --slurm""",
     "slurm/sweep.py": """
-        --batch-size --budget --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node --loader
-        --local --max-jobs --min-efficiency --num-workers --out --partition --plain --repeats --scaling
-        --script --stages --target --time --train-size""",
+        --batch-size --budget --chdir --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node
+        --loader --local --max-jobs --min-efficiency --num-workers --out --partition --plain --repeats
+        --scaling --script --stages --target --time --train-size --vary""",
     "tools/bench/bench.py": "--data-dir --out --repeats",
     "tools/bench/classic_mnist.py": "--csv --data-dir --epochs --stop-at",
     "tools/bench/gpt_ladder.py": "--cpu --out",

@@ -3,12 +3,11 @@
 Try: python slurm/jobs.py
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from trainkit.config.command_line import Parser
-from trainkit.errors import UserError, entrypoint, print_line
+from trainkit.errors import UserError, entrypoint, print_line, print_table
 from trainkit.jobs import listing
 from trainkit.jobs.site import read_site
 from trainkit.monitor.requests import CORES, MEMORY, requests_of
@@ -33,7 +32,7 @@ def main() -> None:
     if parser.parse_args().asked:
         _show_what_was_asked(site.jobs_dir)
     else:
-        _show(listing.table(site))
+        print_table(listing.table(site))
 
 
 def _show_what_was_asked(jobs_dir: Path) -> None:
@@ -44,17 +43,10 @@ def _show_what_was_asked(jobs_dir: Path) -> None:
         row = _row(job)
         if row:
             rows.append(row)
-    _show(rows)
+    print_table(rows)
     print_line(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume may take.")
     print_line("It is unknown (-) of jobs that run, and of those that did not end well.")
     print_line("Jobs without samples, or without Slurm, are left out.")
-
-
-def _show(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)]
-        print_line("  ".join(cells).rstrip())
 
 
 def _row(job: Path) -> tuple[str, ...]:

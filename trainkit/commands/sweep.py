@@ -4,6 +4,7 @@ Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,102
 """
 
 import argparse
+import shlex
 import sys
 from datetime import datetime
 from functools import partial
@@ -22,7 +23,7 @@ from trainkit.config.command_line import (
 from trainkit.config.options import MOST_IMAGES
 from trainkit.data import staging
 from trainkit.errors import UserError, entrypoint, print_line
-from trainkit.jobs import local, submission, sweep
+from trainkit.jobs import local, submission, sweep, variation
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES
 
@@ -32,6 +33,11 @@ Lists are separated by commas. All other options go to every run unchanged, such
 
 To continue after a break, give the same command with the --out that the sweep has printed. Finished runs
 are kept, jobs still in Slurm are watched again, failed ones are submitted again. Longer lists add runs.
+
+In the arguments of a plain script {gpus}, {nodes}, {batch}, {batch/gpus} and {folder}, the run's own folder,
+stand for those of each run:
+
+    python slurm/sweep.py --vary lr=0.1,0.01 --gpus 1,2 --batch-size 64 --plain train.py --batch {batch/gpus}
 
 Every GPU comes with the same number of CPU cores (--cpus-per-gpu), and every process of single and
 ddp has as many threads; the one process of dp has those of all its GPUs.
@@ -46,10 +52,15 @@ in for them, one thread each.
 A sweep ends with how many GPUs to ask for (results/how_many_gpus.py)."""
 
 
+DEFAULT_BATCH_SIZES = (256,)
 # The options that a sweep of plain scripts has, too.
 OPTIONS_OF_PLAIN_SWEEPS = {
     "plain",
     "gpus",
+    "batch_size",
+    "scaling",
+    "vary",
+    "chdir",
     "repeats",
     "max_jobs",
     "gpus_per_node",
@@ -90,23 +101,27 @@ def main() -> int:
         cpus_per_gpu=own_options.cpus_per_gpu,
         partition=own_options.partition,
         plain=is_plain,
+        chdir=own_options.chdir,
     )
     grid = sweep.Grid(
         stages=stages,
         gpus=own_options.gpus,
-        batch_sizes=own_options.batch_size,
+        batch_sizes=own_options.batch_size or ((None,) if is_plain else DEFAULT_BATCH_SIZES),
         num_workers=loaders,
         train_sizes=own_options.train_size,
         repeats=own_options.repeats,
         scaling=own_options.scaling,
         gpus_per_node=own_options.gpus_per_node,
+        settings=variation.combinations(own_options.vary),
     )
     runs, left_out = planned_sweep.planned(grid)
     for reason, count in left_out.items():
         print_line(f"left out ({count}): {reason}")
     if own_options.dry_run:
         _print_runs(planned_sweep, runs)
+        _warn_of_shared_files(planned_sweep, runs)
         return 0
+    _warn_of_shared_files(planned_sweep, runs)
     if why_here:
         print_line(f"{why_here}: one run at a time, as processes of this machine")
     with planned_sweep.claim(stages[0].script if script else None):
@@ -123,7 +138,21 @@ def _print_runs(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> Non
     for run in runs:
         state = "finished" if planned_sweep.finished(run.name) else "to run"
         print_line(f"{run.name:{width}}  {state:8}  {run.shape}")
+        if run.stage.is_users_own or run.settings:
+            command = ["python", str(run.stage.script), *planned_sweep.script_arguments(run)]
+            print_line(f"    {shlex.join(command)}")
     sweep.print_plan(planned_sweep, runs)
+
+
+def _warn_of_shared_files(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> None:
+    """Say that the runs of a plain script share a working folder, unless they have one of their own."""
+    names = variation.in_braces(planned_sweep.arguments)
+    if planned_sweep.plain and len(runs) > 1 and not planned_sweep.chdir and variation.FOLDER not in names:
+        print_line(
+            f"note: all runs start in {Path.cwd()}, and one that saves there may be taken up by the next: "
+            "put {folder}, the run's own folder, among the arguments of the script, or add --chdir, which "
+            "starts each run in its own"
+        )
 
 
 def _report(csvs: list[Path], out: Path, own_options: argparse.Namespace) -> int:
@@ -180,7 +209,13 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     own_options, unknown = parser.parse_known_args(own_words)
     if own_options.plain:
         _refuse_for_plain(parser, own_options, unknown)
+        _check_batch_of_plain(own_options, for_training)
         return own_options, for_training
+    if own_options.chdir:
+        parser.error("--chdir is for plain scripts: ours write nothing where they start")
+    for option in own_options.vary:
+        if option.name.replace("-", "_") in vars(own_options):
+            parser.error(f"--vary {option.name}: sweep.py itself has an option of that name")
     return own_options, ["--epochs", own_options.epochs, *unknown, *for_training]
 
 
@@ -213,7 +248,19 @@ def _add_lists(parser: Parser) -> None:
         "--gpus", type=numbers, default=(1, 2), metavar="LIST", help="GPUs of a run (default: 1,2)"
     )
     matrix.add_argument(
-        "--batch-size", type=numbers, default=(256,), metavar="LIST", help="batch sizes (default: 256)"
+        "--batch-size",
+        type=numbers,
+        metavar="LIST",
+        help="batch sizes (default: 256); of a plain script, which gets them as {batch} or {batch/gpus}",
+    )
+    matrix.add_argument(
+        "--vary",
+        type=variation.varied,
+        action="append",
+        default=[],
+        metavar="NAME=LIST",
+        help="values of an option of the script: each stands where its arguments say {NAME}, or behind them "
+        "as --NAME VALUE; may be given several times",
     )
     matrix.add_argument(
         "--scaling",
@@ -293,6 +340,11 @@ def _add_jobs(parser: Parser) -> None:
         help="of a job, as HH:MM:SS or in minutes (default: the site file's, or "
         f"{submission.DEFAULT_MINUTES})",
     )
+    jobs.add_argument(
+        "--chdir",
+        action="store_true",
+        help="start each run of a plain script in its own folder, instead of here",
+    )
     jobs.add_argument("--local", action="store_true", help="run here, even if there is a Slurm")
     jobs.add_argument("--dry-run", action="store_true", help="print the runs, and submit nothing")
     jobs.add_argument(
@@ -301,6 +353,27 @@ def _add_jobs(parser: Parser) -> None:
         metavar="DIR",
         help="folder of the sweep (default: a new one in results/sweeps/)",
     )
+
+
+def _check_batch_of_plain(own_options: argparse.Namespace, arguments: list[str]) -> None:
+    """Check that a batch size has a place in the arguments of a plain script, and the other way round.
+
+    Raises:
+        UserError: if not.
+    """
+    names = variation.in_braces(arguments) & {variation.BATCH, variation.BATCH_PER_GPU}
+    script = own_options.plain
+    if own_options.batch_size and not names:
+        raise UserError(
+            f"--batch-size has no place in the arguments of {script}: put {{batch}} or {{batch/gpus}} there, "
+            f"as in --plain {script} --batch {{batch/gpus}}."
+        )
+    if names and not own_options.batch_size:
+        raise UserError(
+            f"the arguments of {script} have {{{min(names)}}}: give --batch-size in front of --plain."
+        )
+    if own_options.scaling != sweep.STRONG and not names:
+        raise UserError(f"--scaling needs --batch-size, and {{batch}} among the arguments of {script}.")
 
 
 def _refuse_for_plain(parser: Parser, own_options: argparse.Namespace, unknown: list[str]) -> None:

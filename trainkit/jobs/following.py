@@ -155,7 +155,7 @@ class Handle:
         return State("running", progress)
 
     def _done(self) -> State:
-        where = [line for line in _last_lines(self.log) if line.startswith("results: ")]
+        where = [line for line in last_lines(self.log) if line.startswith("results: ")]
         return State("done", where[-1] if where else f"see {self.log}")
 
     def _last_words(self) -> str | None:
@@ -164,7 +164,7 @@ class Handle:
         The log of rank 0 comes first, and of a log the last line that is an error: a job that has come back
         from the queue also has those of its earlier starts.
         """
-        logs = [_last_lines(log) for log in self._logs()]
+        logs = [last_lines(log) for log in self._logs()]
         for pattern in LAST_WORDS:
             for lines in logs:
                 for line in reversed(lines):
@@ -403,7 +403,7 @@ class LocalHandle(Handle):
 
     def _why(self) -> str:
         """Return why it failed."""
-        lines = [line for log in self._logs() for line in _last_lines(log)]
+        lines = [line for log in self._logs() for line in last_lines(log)]
         reasons = Evidence(self.folder, lines, log=self.log).reasons()
         if reasons:
             return reasons[0].text
@@ -469,7 +469,7 @@ def follow(handle: Handle) -> int:
     return 0
 
 
-def _last_lines(log: Path) -> list[str]:
+def last_lines(log: Path) -> list[str]:
     """Return the last lines of a log, which may be long; none if it is not there."""
     if not log.is_file():
         return []

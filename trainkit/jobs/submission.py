@@ -58,6 +58,7 @@ class Request:
         partition: it overrides the site's SBATCH_PARTITION.
         why_here: why it runs on this machine, in words; "" if it goes to Slurm.
         threads: of each process on this machine (`local.variables`).
+        working_dir: where it starts; None for the folder that it is sent from.
     """
 
     stage: Stage
@@ -69,6 +70,7 @@ class Request:
     partition: str | None = None
     why_here: str = ""
     threads: int | None = None
+    working_dir: Path | None = None
 
     @property
     def cluster(self) -> str:
@@ -109,7 +111,10 @@ class Request:
     def setup(self) -> list[str]:
         """Return what the job's shell does first: all that is the same in every job (slurm/job_env.sh)."""
         script = [str(self.stage.script), *self.arguments]
-        return [*self.environment, f"tell_script {shlex.join(script)}"]
+        lines = [*self.environment, f"tell_script {shlex.join(script)}"]
+        if self.working_dir:
+            lines.append(f"cd {shlex.quote(str(self.working_dir))}")
+        return lines
 
     @property
     def environment(self) -> list[str]:
@@ -169,7 +174,7 @@ def _starting_here(request: Request) -> Iterator[Sent]:
     if request.site.monitor:
         # The ranks note there where their records are.
         (request.folder / samples.FOLDER).mkdir()
-    with local.without_ctrl_c(), _environment(variables):
+    with local.without_ctrl_c(), _environment(variables), _working_dir(request.working_dir):
         yield sent
     job = sent.job
     log = job.paths.stdout
@@ -240,6 +245,18 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _working_dir(folder: Path | None) -> Iterator[None]:
+    """Work in `folder` for a while, if there is one: processes that are started then start there."""
+    before = Path.cwd()
+    if folder:
+        os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def submitter(stage: Stage) -> Callable[[Request], Handle]:

@@ -17,21 +17,21 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from trainkit.config.command_line import check_divides
 from trainkit.config.options import Options
-from trainkit.errors import UserError, print_line
+from trainkit.errors import UserError, print_line, print_table
 from trainkit.files import check_writable, locked, replacing
-from trainkit.jobs import following, slurm, submission
+from trainkit.jobs import following, slurm, submission, sweep_table, variation
 from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Resources, Stage, resources
 from trainkit.jobs.submission import Request
+from trainkit.jobs.variation import Setting
 from trainkit.record import records, samples
 from trainkit.record.columns import DP
 
 # Epochs of a run: one to warm up, two to measure.
 EPOCHS = 3
-# A file in the folder of a run whose plain script ended well.
-FINISHED = "finished"
 # A shared file system may show a new file this late on another machine.
 CSV_SECONDS = 60
 # What stays the same on every number of GPUs: the global batch size, that of each GPU, or each in turn.
@@ -46,18 +46,20 @@ class PlannedRun:
     """One configuration and the number of its repeat.
 
     Attributes:
-        batch_size: the global one.
+        batch_size: the global one; None for a plain script that is given none.
         num_workers: loader processes of each process; None for the resident loader.
         train_size: images per epoch; None for all.
         repeat: from 1 on.
+        settings: what it varies besides (--vary).
     """
 
     stage: Stage
     shape: Resources
-    batch_size: int
+    batch_size: int | None
     num_workers: int | None
     train_size: int | None
     repeat: int
+    settings: tuple[Setting, ...] = ()
 
     @property
     def name(self) -> str:
@@ -65,16 +67,17 @@ class PlannedRun:
         settings = [self.stage.label, f"{self.shape.gpus}gpu"]
         if self.shape.nodes > 1:
             settings.append(f"{self.shape.nodes}nodes")
-        if not self.stage.plain:
+        if self.batch_size is not None:
             settings.append(f"batch{self.batch_size}")
         if self.num_workers is not None:
             settings.append(f"workers{self.num_workers}")
         if self.train_size is not None:
             settings.append(f"train{self.train_size}")
+        settings += [setting.label for setting in self.settings]
         settings.append(f"r{self.repeat}")
         return "-".join(settings)
 
-    def arguments(self) -> list[str]:
+    def options(self) -> list[str]:
         """Return the options for the stage."""
         arguments = ["--batch-size", str(self.batch_size)]
         if self.num_workers is not None:
@@ -91,16 +94,18 @@ class Grid:
     Attributes:
         scaling: strong (batch sizes are global), weak (they are per GPU) or both.
         gpus_per_node: a run on more GPUs is spread over several nodes.
+        settings: the combinations of what is varied besides.
     """
 
     stages: tuple[Stage, ...]
     gpus: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
+    batch_sizes: tuple[int | None, ...]
     num_workers: tuple[int | None, ...] = (None,)
     train_sizes: tuple[int | None, ...] = (None,)
     repeats: int = 1
     scaling: str = STRONG
     gpus_per_node: int | None = None
+    settings: tuple[tuple[Setting, ...], ...] = ((),)
 
     def nodes(self, gpus: int) -> int:
         """Return the nodes of a run on `gpus` in all."""
@@ -121,12 +126,13 @@ class Sweep:
     nodes and GPUs, and those of a sweep differ in just that.
 
     Attributes:
-        arguments: for every run.
+        arguments: for every run, with names in braces (variation.py).
         opts: what they mean at this `site`.
         minutes: the time limit of a run.
         why_here: why the runs are on this machine; "" if they go to Slurm.
         gpus_here: the GPUs of this machine that they may use.
-        plain: its script does not use the kit: the runs differ only in their GPUs.
+        plain: its script does not use the kit, and gets only its own arguments.
+        chdir: each run starts in its own folder.
 
     Raises:
         UserError: for options that the runs cannot share.
@@ -142,6 +148,7 @@ class Sweep:
     cpus_per_gpu: int = 2
     partition: str | None = None
     plain: bool = False
+    chdir: bool = False
 
     def __post_init__(self) -> None:
         if self.opts.checkpoint_dir or self.opts.resume != "never":
@@ -156,8 +163,11 @@ class Sweep:
         single configuration, and those on one GPU, the baselines, come first.
 
         Raises:
-            UserError: if none is left.
+            UserError: if none is left, or the stage does not know what is varied.
         """
+        if not self.plain:
+            for settings in grid.settings:
+                self._options(grid.stages[0], settings)
         # A dictionary without values: strong and weak scaling may give the same run, which is planned once.
         planned: dict[PlannedRun, None] = {}
         left_out: Counter[str] = Counter()
@@ -168,17 +178,19 @@ class Sweep:
             grid.batch_sizes,
             grid.num_workers,
             grid.train_sizes,
+            grid.settings,
         )
-        for repeat, gpus, stage, batch_size, num_workers, train_size in combinations:
+        for repeat, gpus, stage, batch_size, num_workers, train_size, settings in combinations:
             for factor in grid.batch_factors(gpus):
                 try:
                     run = PlannedRun(
                         stage=stage,
                         shape=resources(stage, gpus, grid.nodes(gpus), self.cpus_per_gpu),
-                        batch_size=batch_size * factor,
+                        batch_size=batch_size and batch_size * factor,
                         num_workers=num_workers,
                         train_size=train_size,
                         repeat=repeat,
+                        settings=settings,
                     )
                     self._check(run)
                 except UserError as error:
@@ -187,6 +199,9 @@ class Sweep:
                     left_out[reason] += 1
                 else:
                     planned[run] = None
+        for name, count in Counter(run.name for run in planned).items():
+            if count > 1:
+                raise UserError(f"{count} runs would be called {name}: give values that differ more.")
         if not planned:
             raise UserError(f"no run is left ({'; '.join(left_out)}): change what is asked for.")
         return list(planned), left_out
@@ -200,9 +215,45 @@ class Sweep:
         on_cpu = self.opts.no_cuda or (self.why_here and not self.gpus_here)
         if run.stage.name == DP and gpus > 1 and on_cpu:
             raise UserError("without GPUs, stage dp on several devices is the plain model on one")
+        self.script_arguments(run)
         if not self.plain:
-            opts = replace(self.opts, batch_size=run.batch_size, train_size=run.train_size)
+            opts = self._options(run.stage, run.settings)
+            opts = replace(opts, batch_size=run.batch_size, train_size=run.train_size)
             submission.check_sizes(opts, run.stage, run.shape)
+
+    def _options(self, stage: Stage, settings: tuple[Setting, ...]) -> Options:
+        """Return what the arguments mean with these settings.
+
+        Raises:
+            UserError: if the stage refuses them.
+        """
+        if not settings:
+            return self.opts
+        return submission.read_options(stage, variation.filled(self.arguments, settings, {}), self.site)
+
+    def script_arguments(self, run: PlannedRun) -> tuple[str, ...]:
+        """Return the arguments that the script gets in `run`.
+
+        Raises:
+            UserError: if they ask for the batch of each GPU, and it does not divide among them.
+        """
+        named = variation.in_braces(self.arguments)
+        known: dict[str, object] = {
+            variation.GPUS: run.shape.gpus,
+            variation.NODES: run.shape.nodes,
+            variation.FOLDER: self.folder / run.name,
+        }
+        if run.batch_size is not None:
+            known[variation.BATCH] = run.batch_size
+            if variation.BATCH_PER_GPU in named:
+                check_divides(run.batch_size, run.shape.gpus, "GPUs")
+                known[variation.BATCH_PER_GPU] = run.batch_size // run.shape.gpus
+        arguments = variation.filled(self.arguments, run.settings, known)
+        if self.plain:
+            return arguments
+        seed = self._options(run.stage, run.settings).seed + run.repeat - 1
+        own_folder = ["--results-dir", str(self.folder / run.name)]
+        return (*arguments, *run.options(), "--seed", str(seed), *own_folder)
 
     def claim(self, script: Path | None = None) -> AbstractContextManager:
         """Claim the folder for this sweep, for as long as the lock is held; `script` is a user's own.
@@ -214,6 +265,8 @@ class Sweep:
         words = [*self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)]
         if script:
             words = ["--script", str(script), *words]
+        if self.chdir:
+            words = ["--chdir", *words]
         options = shlex.join(words)
         check_writable(self.folder, "the sweep", "give another --out.")
         kept = self.folder / "options.txt"
@@ -241,19 +294,15 @@ class Sweep:
             UserError: if it was refused.
         """
         run_folder = self.folder / run.name
-        arguments = [*self.arguments]
-        if not self.plain:
-            arguments += run.arguments()
-            arguments += ["--seed", str(self.opts.seed + run.repeat - 1)]
-            arguments += ["--results-dir", str(run_folder)]
         site = self.site._replace(results_dir=run_folder)
         job_folder = submission.new_folder(site, run.stage)
         request = Request(
             stage=run.stage,
             resources=run.shape,
-            arguments=tuple(arguments),
+            arguments=self.script_arguments(run),
             site=site,
             folder=job_folder,
+            working_dir=run_folder if self.chdir else None,
             minutes=self.minutes,
             partition=self.partition,
             why_here=self.why_here,
@@ -282,11 +331,15 @@ class Sweep:
         """Return the CSVs of finished runs, of the run called `name` or of all runs.
 
         A run whose job came back to the queue has several, the last one of which is the last here. Plain
-        scripts may write none: theirs is an empty file.
+        scripts may write none: of theirs it is what `sweep_table` keeps.
         """
-        if self.plain:
-            return sorted(self.folder.glob(f"{name}/{FINISHED}"))
         finished = []
+        if self.plain:
+            for path in sorted(self.folder.glob(f"{name}/{sweep_table.ROW}")):
+                row = sweep_table.read(path.parent)
+                if row and row.state == "finished":
+                    finished.append(path)
+            return finished
         for recorded in self.runs(name):
             last = recorded.rows[-1]
             if last["epoch"] >= self.opts.epochs or last["ended"]:
@@ -445,11 +498,12 @@ class _Ending(NamedTuple):
 
 
 def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> _Ending:
-    """Return how a run has ended, once its CSV can be seen."""
+    """Return how a run has ended, once its CSV can be seen; that of a plain script keeps its row."""
+    if sweep.plain:
+        _keep_row(sweep, run, handle, state)
     if state.name == "failed":
         return _Ending(f"failed: {state.detail} (log: {handle.log})", well=False)
     if sweep.plain:
-        (sweep.folder / run.name / FINISHED).touch()
         for finding in samples.read_findings(handle.folder / samples.FOLDER):
             if finding["kind"] == samples.NEVER_MET:
                 return _Ending(f"finished; {finding['sentence']}", well=True)
@@ -463,6 +517,22 @@ def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> _End
         return _Ending(f"failed: it has left no CSV with all epochs (log: {handle.log})", well=False)
     last = records.read(csvs[-1])[-1]
     return _Ending(f"finished: {last['images_per_s']:,.0f} images/s", well=True)
+
+
+def _keep_row(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> None:
+    measured = sweep_table.measured(handle)
+    row = sweep_table.Row(
+        run=run.name,
+        settings=dict(run.settings),
+        gpus=run.shape.gpus,
+        nodes=run.shape.nodes,
+        batch=run.batch_size,
+        state="failed" if state.name == "failed" else "finished",
+        seconds=measured.seconds,
+        exit_code=measured.exit_code,
+        last_line=measured.last_line,
+    )
+    sweep_table.keep(sweep.folder / run.name, row)
 
 
 def command_to_go_on(folder: Path) -> str:
@@ -499,6 +569,9 @@ def _report(sweep: Sweep, failed: list[str], report: Report) -> int:
     exit_code = 0
     compared = sweep.finished()
     if sweep.plain:
+        print_line("")
+        print_table(sweep_table.write(sweep.folder))
+        print_line(f"table    {sweep.folder / sweep_table.TABLE}")
         compared = [csv for recorded in sweep.runs("*") for csv in recorded.csvs]
     try:
         if compared:

@@ -1,0 +1,146 @@
+"""slurm/sweep.py over options of a script that knows nothing of the kit, and over those of our stages."""
+
+import csv
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from checkout import Checkout
+from conftest import failed, succeeded
+
+# Without PyTorch. It takes up what another run has saved where it saves.
+SCRIPT = """
+import argparse, os, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+parser.add_argument("--batch_size", type=int)
+parser.add_argument("--dir", default=".")
+parser.add_argument("config", nargs="*")
+args = parser.parse_args()
+if args.lr > 1:
+    sys.exit("lr is too large")
+snapshot = os.path.join(args.dir, "snapshot.pt")
+if os.path.exists(snapshot):
+    print("resumed from", snapshot)
+open(snapshot, "w").close()
+print("config", *args.config)
+print(f"val loss {args.lr / args.batch_size:g}")
+os._exit(0)
+"""
+
+
+def write(checkout: Checkout) -> Path:
+    script = checkout.folder / "my work" / "train.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+    return script
+
+
+def rows(sweep: Path) -> dict[str, dict[str, str]]:
+    """The rows of the table of a sweep, by the names of the runs."""
+    with (sweep / "sweep.csv").open(newline="") as file:
+        return {row["run"]: row for row in csv.DictReader(file)}
+
+
+def test_an_option_of_a_script_is_varied_and_the_table_tells_how_its_runs_ended(checkout: Checkout) -> None:
+    script, sweep = write(checkout), checkout.folder / "a sweep"
+
+    def swept(lrs: str) -> str:
+        own = ("--local", "--out", sweep, "--gpus", 1, "--batch-size", 8, "--vary", f"lr={lrs}")
+        theirs = ("--batch_size", "{batch/gpus}", "--dir", "{folder}")
+        done = checkout.python("slurm/sweep.py", *own, "--plain", script, *theirs, cwd=script.parent)
+        assert done.returncode == ("9" in lrs), done.stdout + done.stderr
+        return done.stdout
+
+    printed = swept("0.4,9")
+    assert re.search("^train-1gpu-batch8-lr9-r1 +9 .*lr is too large$", printed, re.MULTILINE), printed
+    assert "no run has written a record" in printed
+    by_run = rows(sweep)
+    shown = {run: (row["state"], row["exit_code"], row["last_line"]) for run, row in by_run.items()}
+    assert shown == {
+        "train-1gpu-batch8-lr0.4-r1": ("finished", "0", "val loss 0.05"),
+        "train-1gpu-batch8-lr9-r1": ("failed", "1", "lr is too large"),
+    }
+    assert all(float(row["seconds"]) > 0 and row["batch"] == "8" for row in by_run.values())
+    # It goes on: other values add runs, and what has finished is not run again.
+    assert "2 runs, 1 of them finished" in swept("0.4,0.8")
+    assert {row["lr"] for row in rows(sweep).values()} == {"0.4", "9", "0.8"}
+    logs = [log.read_text() for log in sweep.glob("*/job/*_0_log.out")]
+    assert len(logs) == 3 and not any("resumed" in log for log in logs)
+
+
+def test_runs_that_start_in_their_own_folders_do_not_find_each_others_files(checkout: Checkout) -> None:
+    script, sweep = write(checkout), checkout.folder / "a sweep"
+    own = ("--local", "--chdir", "--out", sweep, "--gpus", 1, "--vary", "lr=0.1,0.2")
+    done = checkout.python(
+        "slurm/sweep.py", *own, "--plain", "train.py", "--batch_size", 1, cwd=script.parent
+    )
+    succeeded(done)
+    assert len([*sweep.glob("*/snapshot.pt")]) == 2 and not (script.parent / "snapshot.pt").exists()
+    assert "resumed" not in "".join(log.read_text() for log in sweep.glob("*/job/*_0_log.out"))
+
+
+def test_a_dry_run_shows_each_command_and_fills_in_what_it_knows_alone(checkout: Checkout) -> None:
+    checkout.fake("sbatch", "")
+    checkout.fake("srun", "")
+    script, sweep = write(checkout), checkout.folder / "a sweep"
+    own = ("--out", sweep, "--gpus", "1,3,4", "--gpus-per-node", 2, "--batch-size", 8, "--vary", "lr=0.1")
+    untouched = ("home=${oc.env:HOME}", "n=${gpus}", '{"a": {gpu}}')
+    theirs = (
+        "optimizer.lr={lr}",
+        "devices={gpus}x{nodes}",
+        "{batch}",
+        "{batch/gpus}",
+        "{folder}",
+        *untouched,
+    )
+    done = succeeded(checkout.python("slurm/sweep.py", *own, "--dry-run", "--plain", script, *theirs))
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("    python")]
+    names = ("train-1gpu-batch8-lr0.1-r1", "train-4gpu-2nodes-batch8-lr0.1-r1")
+    expected = zip(("1x1", "4x2"), ("8", "2"), names, strict=True)
+    assert commands == [
+        [
+            "python",
+            str(script),
+            "optimizer.lr=0.1",
+            f"devices={shape}",
+            "8",
+            share,
+            str(sweep / name),
+            *untouched,
+        ]
+        for shape, share, name in expected
+    ]
+    assert "left out (1): --gpus 3 does not divide" in done.stdout
+    assert "all runs start in" not in done.stdout and not sweep.exists()
+
+
+def test_options_of_a_stage_are_varied_by_the_same_door(checkout: Checkout) -> None:
+    stage = ("--local", "--no-cuda", "--stages", "single", "--gpus", 1, "--dataset", "synthetic")
+    vary = ("--vary", "seed=3,7", "--vary", "width=16,32")
+    done = succeeded(checkout.python("slurm/sweep.py", *stage, *vary, "--repeats", 2, "--dry-run"))
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("    python")]
+    given = [[words[words.index("--width") + 1], *words[-3:-2]] for words in commands]
+    assert sorted(given) == sorted([width, seed] for width in ("16", "32") for seed in ("3", "4", "7", "8"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--vary lr --plain train.py", "NAME=VALUE"),
+        ("--vary gpus=1,2 --plain train.py", "give --gpus"),
+        ("--vary lr=1 --vary lr=2 --plain train.py", "twice"),
+        ("--batch-size 8 --plain train.py", "has no place"),
+        ("--plain train.py {batch}", "give --batch-size"),
+        ("--gpus 2 --batch-size 7 --plain train.py {batch/gpus}", "7 does not divide among 2 GPUs"),
+        ("--vary batch_size=1,2 --stages single", "itself has"),
+    ],
+)
+def test_what_cannot_be_varied_is_refused_in_one_sentence(
+    arguments: str, sentence: str, checkout: Checkout
+) -> None:
+    script = write(checkout)
+    done = checkout.python("slurm/sweep.py", "--local", "--dry-run", *arguments.split(), cwd=script.parent)
+    assert sentence in failed(done)
+    assert done.stderr.count("\n") == 1
