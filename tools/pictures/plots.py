@@ -364,7 +364,7 @@ def timelines() -> Picture:
     across = Scale(0, 20, 100, 780)
     from_ms = {"waits for launches": 0.5, "busy": 40}
     titles = {
-        "waits for launches": "Batch 128: each kernel ends before the next one is launched",
+        "waits for launches": "Batch 128: most kernels end before the next one is launched",
         "busy": "Batch 2,048: the kernels are longer, and launched ahead of time",
     }
     for number, (name, start) in enumerate(from_ms.items()):
