@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
 from forking import Forking
+from pictures.svg import COLOURS
 from torch.utils.data import DataLoader
 
 from trainkit.data import staging
@@ -270,8 +271,18 @@ def test_the_lines_that_a_lesson_compares_stand_in_the_job_scripts() -> None:
 @pytest.mark.parametrize(
     "path", lessons.files("*/pictures/*.svg"), ids=lambda path: str(path.relative_to(REPOSITORY))
 )
-def test_a_picture_has_a_title(path: Path) -> None:
-    assert ElementTree.fromstring(path.read_text()).find("{*}title").text
+def test_a_picture_has_a_title_and_the_colours_of_all_pictures(path: Path) -> None:
+    """Each colour by a name, which means the same everywhere, and with its form on a dark page."""
+    drawing = ElementTree.fromstring(path.read_text())
+    assert drawing.find("{*}title").text
+    style = drawing.find("{*}style").text
+    assert "prefers-color-scheme: dark" in style
+    for shape in drawing.iter():
+        for kind in {"fill", "stroke"} & set(shape.attrib):
+            (name,) = re.findall(rf"\b{kind}-([\w-]+)", shape.get("class", "")) or ["none"]
+            light, dark = COLOURS.get(name, ("none", ""))
+            assert shape.get(kind) == light, ElementTree.tostring(shape)
+            assert name == "none" or f".{kind}-{name} {{ {kind}: {dark} }}" in style
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
