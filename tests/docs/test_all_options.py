@@ -39,6 +39,7 @@ TRAININGS = {
         --checkpoint-activations --compile --context --heads --how --layers --shards --vocabulary""",
     f"{BEYOND}/complete/lightning/mnist_lightning.py": "",
     f"{BEYOND}/by_feature/local_sgd.py": "--average-every",
+    f"{BEYOND}/by_feature/loggers.py": "--logger",
     f"{BEYOND}/complete/lstm.py": "",
     f"{BEYOND}/by_feature/mixed_precision.py": "",
     f"{BEYOND}/by_feature/pipeline.py": "--micro-batches",

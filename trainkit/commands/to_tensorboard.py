@@ -3,25 +3,22 @@
     python results/to_tensorboard.py results/runs
     tensorboard --logdir results/tensorboard
 
-No network is needed. Each call writes all runs anew.
+No network is needed. Each call writes all runs anew. To see a training while it runs, give it a
+TensorBoardLogger (trainkit/record/loggers.py).
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from trainkit.compare import comparison
 from trainkit.config.command_line import Parser, given_path
-from trainkit.errors import REPOSITORY, UserError, entrypoint, print_line
+from trainkit.errors import REPOSITORY, entrypoint, print_line
 from trainkit.files import check_writable, explained
 from trainkit.record import records
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from trainkit.record.loggers import TensorBoardLogger, config_of, curves
 
 RESULTS = REPOSITORY / "results"
-NUMBERS = ("train_loss", "test_loss", "test_accuracy", "images_per_s", "learning_rate", "peak_memory_mb")
 
 
 @entrypoint
@@ -32,12 +29,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=given_path, default=RESULTS / "tensorboard", help="folder to write to")
     args = parser.parse_args()
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            f"TensorBoard is not installed here ({error}): pip install -e '.[tensorboard]' in the top folder."
-        ) from None
+    logger = TensorBoardLogger(args.out)
     rows, skipped = comparison.load_some(args.paths)
     for run_id, rows_of_run in rows.groupby("run_id"):
         folder = args.out / run_id
@@ -47,28 +39,23 @@ def main() -> None:
             for file_of_earlier_call in folder.glob("events.out.tfevents.*"):
                 # TensorBoard would show both.
                 file_of_earlier_call.unlink()
-            with SummaryWriter(folder) as writer:
-                _write(rows_of_run, writer)
+            _write(run_id, rows_of_run, logger)
     written = f"{rows.run_id.nunique()} runs in {args.out}: tensorboard --logdir {args.out}"
     print_line("\n".join([*skipped, written]))
 
 
-def _write(rows: pd.DataFrame, writer: "SummaryWriter") -> None:
+def _write(run_id: str, rows: pd.DataFrame, logger: TensorBoardLogger) -> None:
     """Write the epochs of a run, and its own metrics."""
-    for row in rows.itertuples():
-        for name in NUMBERS:
-            value = getattr(row, name)
-            if not pd.isna(value):
-                writer.add_scalar(name, value, row.epoch)
+    logger.start(run_id, config_of(rows.iloc[-1].to_dict()), first_epoch=rows.epoch.min())
     # Each start has a file of its own. Of its epochs, those count that no later start has made again.
-    for file, rows_of_start in rows.groupby("file"):
-        for metric in _metrics(Path(file), set(rows_of_start.epoch)):
-            name = f"{metric['metric']}/{metric['of']}".rstrip("/")
-            writer.add_scalar(name, metric["value"], metric["epoch"])
+    for file, rows_of_start in rows.groupby("file", sort=False):
+        metrics = _metrics(Path(file))
+        for row in rows_of_start.to_dict("records"):
+            epoch = row["epoch"]
+            logger.log(epoch, curves(row, [metric for metric in metrics if metric["epoch"] == epoch]))
+    logger.finish()
 
 
-def _metrics(file: Path, epochs: set[int]) -> list[records.Row]:
-    """Read the metrics next to a record of these epochs; none if there is no such file."""
-    if not records.beside(file, "metrics").exists():
-        return []
-    return [row for row in records.read_metrics(file) if row["epoch"] in epochs]
+def _metrics(file: Path) -> list[records.Row]:
+    """Read the metrics next to a record; none if there is no such file."""
+    return records.read_metrics(file) if records.beside(file, "metrics").exists() else []

@@ -18,16 +18,18 @@ import math
 import re
 import secrets
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from trainkit.errors import UserError, reason
+from trainkit.errors import UserError, first_line, print_line, reason
 from trainkit.files import check_writable, explained, replacing
 from trainkit.process import process_start
 from trainkit.record import samples
 from trainkit.record.columns import ALL_REDUCE_COLUMNS, COLUMNS, METRIC_COLUMNS, RANK_COLUMNS
+from trainkit.record.loggers import Logger, config_of, curves
 
 SCHEMA_VERSION = 1
 # A rank is called slow from this many times the median of the others on.
@@ -62,6 +64,7 @@ class RecordWriter:
     Args:
         folder: `<results_dir>/runs`, created if it is not there; None writes nothing, as in a dry run.
         facts: columns that the training knows at its start. For others their `Column.default` counts.
+        loggers: what else gets each epoch, as loggers.py says; nothing without a folder.
 
     Raises:
         UserError: if the folder cannot be written to, or a fact could not be read back: before the training,
@@ -71,7 +74,7 @@ class RecordWriter:
     # A second training in a process does not begin with the process.
     _trainings_of_this_process = 0
 
-    def __init__(self, folder: Path | None, facts: Row) -> None:
+    def __init__(self, folder: Path | None, facts: Row, loggers: Iterable[Logger] = ()) -> None:
         is_first_training = RecordWriter._trainings_of_this_process == 0
         RecordWriter._trainings_of_this_process += 1
         self._began = process_start() if is_first_training else time.monotonic()
@@ -90,6 +93,9 @@ class RecordWriter:
                 COLUMNS[name].read(_to_text(facts[name]))
             except ValueError as error:
                 raise UserError(f"the {name} cannot be recorded ({error}): give another.") from None
+        # Of the training's first start.
+        self._first_run_id = self.facts["run_id"]
+        self._loggers = list(loggers) if folder else []
         self.rows: list[Row] = []
         self._of_ranks: list[Row] = []
         self._metrics: list[Row] = []
@@ -132,8 +138,25 @@ class RecordWriter:
             self._write()
             if not self._epochs_added:
                 samples.note_run(self.path)
+        if not self._epochs_added:
+            config = config_of(self.facts)
+            self._call_loggers(lambda logger: logger.start(self._first_run_id, config, epoch))
+        self._call_loggers(lambda logger: logger.log(epoch, curves(row, metrics)))
         self._epochs_added += 1
         return row
+
+    def _call_loggers(self, call: Callable[[Logger], None]) -> None:
+        """Call each logger; the training goes on without one that fails, as the record has all of it."""
+        for logger in [*self._loggers]:
+            try:
+                call(logger)
+            except Exception as error:  # each package has errors of its own
+                self._loggers.remove(logger)
+                print_line(
+                    f"warning: {type(logger).__name__} gets no more epochs ({type(error).__name__}: "
+                    f"{first_line(error)}); the training goes on, and {self.path} has all of them",
+                    sys.stderr,
+                )
 
     def finish(self, ended: str = ALL_EPOCHS) -> None:
         """Write why the run has ended into its last row: after its last checkpoint, so that it stays so.
@@ -144,6 +167,7 @@ class RecordWriter:
         if self.path and self.rows:
             self.rows[-1] = self.rows[-1] | {"ended": ended}
             self._write()
+            self._call_loggers(lambda logger: logger.finish())
 
     @property
     def of_the_last_epoch(self) -> list[Row]:
@@ -169,6 +193,7 @@ class RecordWriter:
             resumed_from = f"{run_id} {self.facts['resumed_from']}".strip()
         return {
             "run_id": run_id,
+            "first_run_id": self._first_run_id,
             "resumed_from": resumed_from,
             "elapsed_s": self._elapsed_s(),
             "facts": {name: self.facts[name] for name in (*SAME, *KEPT)},
@@ -181,6 +206,7 @@ class RecordWriter:
             return
         self.facts |= {name: state["facts"][name] for name in KEPT}
         self.facts["resumed_from"] = state["resumed_from"]
+        self._first_run_id = state["first_run_id"]
         self._seconds_before = state["elapsed_s"]
 
     def _elapsed_s(self) -> float:

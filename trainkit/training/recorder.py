@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from trainkit.devices import reset_peak_memory
 from trainkit.distributed import process_group
 from trainkit.errors import UserError, first_line
 from trainkit.record.columns import OWN_LOOP
+from trainkit.record.loggers import Logger
 from trainkit.record.records import ALL_EPOCHS, ITS_LOOP, SAME, RecordWriter, Row
 from trainkit.training import facts, identity, screen
 from trainkit.training.checkpoint import report_stop
@@ -44,6 +46,7 @@ class Recorder:
         lr_scheduler: for the record; without it the rates tell two schedules apart.
         weights_differ: between the ranks, rightly, as in local SGD or in a pipeline. Otherwise the training
             ends after the first epoch if each rank has trained by itself.
+        loggers: what gets each epoch besides the record, such as TensorBoardLogger.
         results_dir: by default that of the job, or `results` in this checkout.
 
     Raises:
@@ -64,6 +67,7 @@ class Recorder:
         precision: str = "fp32",
         lr_scheduler: object | None = None,
         weights_differ: bool = False,
+        loggers: Sequence[Logger] = (),
         results_dir: Path | str | None = None,
     ) -> None:
         self._optimizer = inner_optimizer(optimizer)
@@ -93,7 +97,7 @@ class Recorder:
             known, devices=dist_env.world_size, nodes=dist_env.num_nodes, batch=batch_size
         )
         self._epochs = epochs
-        self._record = process_group.on_rank_0(lambda: _open_record(results.absolute(), columns))
+        self._record = process_group.on_rank_0(lambda: _open_record(results.absolute(), columns, loggers))
         # What an optimizer that has made steps began with is known from the record alone.
         self._must_be_equal = (*SAME, "precision")
         if not self._optimizer.state:
@@ -248,8 +252,8 @@ class Recorder:
             screen.print_end(self._record, self._epochs)
 
 
-def _open_record(results_dir: Path, columns: Row) -> RecordWriter:
-    record = RecordWriter(results_dir / "runs", columns)
+def _open_record(results_dir: Path, columns: Row, loggers: Sequence[Logger]) -> RecordWriter:
+    record = RecordWriter(results_dir / "runs", columns, loggers)
     screen.print_start(record.facts)
     return record
 

@@ -6,7 +6,7 @@ A `Run` puts together what can also be used alone in a loop of one's own: `Check
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from trainkit.distributed.launchers import DistEnv
 from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable
 from trainkit.record.columns import OWN_OPTIMIZER
+from trainkit.record.loggers import Logger
 from trainkit.record.records import ALL_EPOCHS, ITS_LOOP, RecordWriter, Row
 from trainkit.signals import unblock_stop_signals
 from trainkit.training import clock, facts, identity, optim, screen
@@ -81,6 +82,7 @@ class Run:
     per_rank_state: dict[str, object] = field(default_factory=dict)
     unit: str = "images"  # of the printed speed
     per_sample: int = 1  # units in a sample, such as tokens in a window
+    loggers: Sequence[Logger] = ()  # what gets each epoch besides the record, such as TensorBoardLogger
     # A network that is split over the ranks, for the checkpoints and the weights at the end.
     sharded: "Sharded | None" = None
     # The epoch whose steps are done, until the next one begins.
@@ -126,7 +128,7 @@ class Run:
 
     def _open_record_on_rank_0(self, columns: Row) -> RecordWriter:
         folder = None if self.options.dry_run else self.options.results_dir / "runs"
-        record = RecordWriter(folder, columns)
+        record = RecordWriter(folder, columns, self.loggers)
         if folder and self.options.save_model:
             fix = "give another --results-dir."
             check_writable(self.options.results_dir / "models", "the weights", fix)

@@ -1,0 +1,81 @@
+"""Train the classic MNIST network with DistributedDataParallel, and watch it while it runs.
+
+Try: torchrun --standalone --nproc-per-node=2 loggers.py --logger tensorboard --epochs 2
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainkit.config.options import option, parse_options
+from trainkit.data.datasets import load_dataset
+from trainkit.data.loaders import augmentation, eval_loader, train_loader
+from trainkit.distributed.process_group import destroy_distributed, init_distributed
+from trainkit.errors import entrypoint
+from trainkit.record.loggers import Logger, MLflowLogger, TensorBoardLogger, WandbLogger
+from trainkit.training.evaluation import evaluate
+from trainkit.training.model import Net
+from trainkit.training.optim import build_optimizer
+from trainkit.training.precision import set_float32_precision
+from trainkit.training.run import Run
+from trainkit.tuning import tune_process
+
+
+def logger_of(name: str, results_dir: Path) -> Logger:
+    """Return the logger of this name; each writes to a folder of its own, without any network."""
+    if name == "wandb":
+        return WandbLogger("mnist", folder=results_dir)
+    if name == "mlflow":
+        return MLflowLogger(results_dir / "mlflow", experiment="mnist")
+    return TensorBoardLogger(results_dir / "tensorboard")
+
+
+@entrypoint
+def main() -> None:
+    logger = option(
+        "tensorboard", choices=("tensorboard", "wandb", "mlflow"), help="what shows the training as it runs"
+    )
+    opts = parse_options(__doc__, logger=logger)
+    dist_env = init_distributed(
+        use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
+    )
+    tune_process(dist_env)
+    opts = opts.resolve_batch_size(dist_env.world_size)
+    set_float32_precision(opts.precision, dist_env.device)
+    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; DDP makes the weights equal
+
+    # Every rank has all images, and takes its own share of every batch.
+    train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
+    train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
+    test_batches = eval_loader(test_set, opts, dist_env)
+
+    # channels_last: the memory layout in which convolutions are fastest.
+    model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
+    # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
+    # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
+    optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
+
+    loggers = [logger_of(opts.logger, opts.results_dir)]  # rank 0 alone uses them
+    run = Run("ddp-loggers", opts, dist_env, train_set, model, optimizer, lr_scheduler, loggers=loggers)
+    run.resume()  # goes on where an earlier run stopped
+    for epoch in run.epochs():
+        model.train()
+        for images, labels in run.steps(epoch, train_batches):
+            optimizer.zero_grad()
+            with autocast:
+                loss = F.nll_loss(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            lr_scheduler.step()
+            run.log(loss=loss)
+        run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
+    run.finish()
+    destroy_distributed()
+
+
+if __name__ == "__main__":
+    main()
