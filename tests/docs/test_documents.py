@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
 from forking import Forking
+from pictures import comparison_figures
 from pictures.svg import COLOURS
 from torch.utils.data import DataLoader
 
@@ -288,6 +289,11 @@ def test_a_picture_has_a_title_and_the_colours_of_all_pictures(path: Path) -> No
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_shows_what_was_measured(name: str) -> None:
     assert str(pictures.PICTURES[name]()) == (REPOSITORY / name).read_text(), "run `make lessons`"
+
+
+def test_the_figures_of_a_page_are_those_that_make_compare_draws() -> None:
+    for path, figure in comparison_figures.drawn().items():
+        assert comparison_figures.shown(figure) == comparison_figures.kept(path), "run `make lessons`"
 
 
 old = pytest.mark.skipif(torch.__version__ < sharded.NEEDED, reason="gpt.py needs a newer PyTorch")

@@ -223,6 +223,9 @@ def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
     assert numbers_in(verdict_of(seen.text)) == ["8", "5.60", "70", "128"]
     assert seen.legend("speedup.png") == ["ideal", "DDP, batch 128 each (weak)"]
     (speedups, efficiencies) = seen.figures["speedup.png"].axes
+    assert [text.get_text() for text in (*speedups.texts, *efficiencies.texts)] == ["5.60", "70"]
+    bars = seen.figures["throughput.png"].axes[0]
+    assert [text.get_text() for text in bars.texts] == ["1,000", "1,800", "3,200", "5,600"]
     assert list(speedups.lines[-1].get_ydata()) == pytest.approx([1, 1.8, 3.2, 5.6])
     assert list(efficiencies.lines[-1].get_ydata()) == pytest.approx([100, 90, 80, 70])
 
@@ -627,7 +630,7 @@ def test_a_table_of_an_own_training(tmp_path: Path, compared: Compared) -> None:
     assert f"{GPU}, mnist, Net: " in seen.text and f"{GPU}, rooms, UNet: " in seen.text
     assert numbers_in(verdict_of(seen.text)) == ["2", "1.60", "80", "256", "4", "3.20", "80", "256"]
     for name in FIGURES:
-        assert seen.titles(name) == [f"{GPU} mnist, Net", f"{GPU} rooms, UNet"]
+        assert seen.titles(name) == [f"{GPU} · mnist, Net", f"{GPU} · rooms, UNet"]
     assert seen.legend("speedup.png") == ["ideal", "DDP, batch 256", "depth, batch 256"]
 
 

@@ -1,6 +1,7 @@
 """The figures of a comparison: throughput, speedup, accuracy; panels for each section of the report.
 
-Also the style of all figures. Colour is never the only difference: figures are also printed in grey.
+Also the style of all figures. Colour is never the only difference, since figures are also printed in grey: a
+bar has its name and its value, and a line its own marker and dash.
 """
 
 import textwrap
@@ -31,17 +32,21 @@ Looks = dict[str, Look]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX*"
 LINE_STYLES = ("-", "--", ":", "-.")
-# Colour and hatch of the bars of each stage, and of a user's own training.
-STAGE_BARS = {SINGLE: ("#999999", ""), DP: ("#F7D9A0", "xx"), DDP: ("#BFE0F5", "//")}
-OWN_TRAINING_BAR = ("#C5E8DA", "..")
+# The bars of each stage, and of a user's own training.
+STAGE_BARS = {SINGLE: "#999999", DP: "#CC79A7", DDP: "#0072B2"}
+OWN_TRAINING_BAR = "#009E73"
 THIN: Look = {"color": "black", "linewidth": 0.9}
-IDEAL: Look = {"color": "silver", "linewidth": 4, "zorder": 1}
+IDEAL: Look = {"color": "dimgray", "linewidth": 1.2, "linestyle": "--", "zorder": 1}
 
 FIGURE_WIDTH_INCHES = 7
 LINE_PANEL_INCHES = 3.6
 LEGEND_ROW_INCHES = 0.2
 # Characters of a text in a legend that has two columns.
 MOST_CHARACTERS_IN_TWO_COLUMNS = 45
+# Of a title of 10 points.
+CHARACTERS_OF_A_TITLE_LINE = 90
+# The values beside the last points of more lines than this would overlap.
+MOST_LINES_WITH_VALUES = 4
 # On an axis of device counts those below this share of the largest one would overlap.
 LEAST_TICK_DISTANCE = 1 / 8
 
@@ -57,15 +62,19 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     Raises:
         OSError: if a file cannot be written.
     """
+    return save(figures_of(table, rows), out)
+
+
+def figures_of(table: pd.DataFrame, rows: pd.DataFrame) -> dict[str, Figure | None]:
+    """Make the figures by the names of their files; None where the runs do not support one."""
     measured = table[table.images_per_s.notna()]
     tested = table.loc[table.test_accuracy.notna(), [*comparison.CONFIGURATION, "variant"]]
     tested_rows = tested.merge(rows[rows.test_accuracy.notna()], on=comparison.CONFIGURATION)
-    figures = {
+    return {
         "throughput.png": _figure(measured, _bars, inches_of=lambda section: 1.3 + 0.36 * len(section)),
         "speedup.png": _figure(table, _speedup_and_efficiency, data_of=_scaling_lines, panels=2),
         "accuracy.png": _figure(tested_rows, _accuracy_curves),
     }
-    return save(figures, out)
 
 
 def save(figures: dict[str, Figure | None], out: Path, dpi: float = 150) -> list[str]:
@@ -133,7 +142,7 @@ def _figure(
     subfigures = figure.subfigures(len(sections), squeeze=False, height_ratios=heights).flat
     looks: Looks = {}
     for subfigure, section in zip(subfigures, sections, strict=True):
-        subfigure.suptitle(section.title, fontsize=10)
+        subfigure.suptitle(section.title, fontsize=10, fontweight="bold", x=0.01, horizontalalignment="left")
         axes = subfigure.subplots(1, panels, squeeze=False).flat
         plot(*axes, section.data, looks)
     if looks:
@@ -143,10 +152,10 @@ def _figure(
 
 def _title(dataset: str, model: str, device: str) -> str:
     data = "SYNTHETIC digits, not MNIST" if dataset == "synthetic" else dataset
-    lines = [textwrap.fill(device, 45), comparison.with_model(data, model)]
+    parts = [device, comparison.with_model(data, model)]
     if comparison.is_cpu(device):
-        lines.append("CPU workers standing in for GPUs")
-    return "\n".join(lines)
+        parts.append("CPU workers standing in for GPUs")
+    return textwrap.fill(" · ".join(parts), CHARACTERS_OF_A_TITLE_LINE)
 
 
 def _add_legend(figure: Figure) -> None:
@@ -158,29 +167,44 @@ def _add_legend(figure: Figure) -> None:
     columns = 2 if max(map(len, handle_of)) < MOST_CHARACTERS_IN_TWO_COLUMNS else 1
     rows = len(handle_of) / columns + 1
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW_INCHES * rows)
-    figure.legend(handle_of.values(), handle_of.keys(), loc="outside lower center", ncols=columns, fontsize=9)
+    figure.legend(
+        handle_of.values(),
+        handle_of.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=9,
+        frameon=False,
+    )
 
 
 def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
     below = section.images_per_s - section.slowest
     above = section.fastest - section.images_per_s
-    colours, hatches = zip(*(STAGE_BARS.get(stage, OWN_TRAINING_BAR) for stage in section.stage), strict=True)
-    axes.barh(
+    bars = axes.barh(
         range(len(section)),
         section.images_per_s,
         # As lists: matplotlib 3.10 turns a Series of one into a number.
         xerr=[below.tolist(), above.tolist()],
         tick_label=[textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()],
-        color=colours,
-        hatch=hatches,
-        edgecolor="black",
-        linewidth=0.6,
-        capsize=4,
+        color=[STAGE_BARS.get(stage, OWN_TRAINING_BAR) for stage in section.stage],
+        height=0.7,
+        capsize=3,
     )
-    axes.tick_params(axis="y", labelsize=9)
+    axes.bar_label(bars, [f"{speed:,.0f}" for speed in section.images_per_s], padding=5, fontsize=9)
+    axes.tick_params(axis="y", labelsize=9, length=0)
     axes.invert_yaxis()
-    axes.ticklabel_format(axis="x", style="plain")
+    # Room for the values, and none above and below the bars.
+    axes.margins(x=0.12, y=0.02)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("training images/s: median, min to max")
+    _tidy(axes, "x")
+
+
+def _tidy(axes: Axes, grid: str) -> None:
+    """Leave out what says nothing, and put a light grid behind the data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.grid(axis=grid, alpha=0.3)
 
 
 @dataclass(frozen=True)
@@ -225,14 +249,25 @@ def _speedup_and_efficiency(left: Axes, right: Axes, lines: list[_ScalingLine], 
             efficiencies = [1, *efficiencies]
         look = _line_look(line.text, looks)
         speedups = [count * efficiency for count, efficiency in zip(counts, efficiencies, strict=True)]
+        percents = [100 * efficiency for efficiency in efficiencies]
         left.plot(counts, speedups, **look)
-        right.plot(counts, [100 * efficiency for efficiency in efficiencies], **look)
-    left.set(xlabel="devices", ylabel="speedup over one device (x)", ylim=(0, None))
-    right.set(xlabel="devices", ylabel="efficiency (%)", ylim=(0, None))
+        right.plot(counts, percents, **look)
+        if len(lines) <= MOST_LINES_WITH_VALUES:
+            _write_beside(left, counts[-1], speedups[-1], f"{speedups[-1]:.2f}")
+            _write_beside(right, counts[-1], percents[-1], f"{percents[-1]:.0f}")
+    left.set(xlabel="devices", ylabel="speedup over one device (x)")
+    right.set(xlabel="devices", ylabel="efficiency (%)")
     ticks = [count for count in all_counts if count == 1 or count >= LEAST_TICK_DISTANCE * largest]
     for axes in (left, right):
         axes.set_xticks(ticks)
-        axes.grid(alpha=0.3)
+        axes.margins(x=0.1)
+        axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
+        _tidy(axes, "y")
+    left.set_yticks(ticks)
+
+
+def _write_beside(axes: Axes, x: float, y: float, text: str) -> None:
+    axes.annotate(text, (x, y), (7, 0), textcoords="offset points", verticalalignment="center", fontsize=9)
 
 
 def _accuracy_curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
@@ -240,8 +275,8 @@ def _accuracy_curves(axes: Axes, section: pd.DataFrame, looks: Looks) -> None:
     for _, epochs in section.groupby("run_id", sort=False):
         look = _line_look(comparison.label(epochs.iloc[0]), looks)
         axes.plot(epochs.elapsed_s, epochs.test_accuracy, **look)
-    axes.set(xlabel="wall time since the start (s)", ylabel="test accuracy (%)")
-    axes.grid(alpha=0.3)
+    axes.set(xlabel="wall time since the start (s)", ylabel="test accuracy (%)", xlim=(0, None))
+    _tidy(axes, "both")
 
 
 def _line_look(text: str, looks: Looks) -> Look:
