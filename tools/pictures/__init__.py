@@ -12,6 +12,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "results/pictures/choice.svg": plots.choice,
     "01_singlegpu/pictures/batch.svg": plots.batch,
     "01_singlegpu/pictures/timelines.svg": plots.timelines,
+    "02_multigpu_dp/pictures/dp_and_ddp.svg": schemes.dp_and_ddp,
     "03_multigpu_ddp/pictures/scaling.svg": plots.scaling,
     "03_multigpu_ddp/pictures/learning_rate.svg": plots.learning_rate,
     "03_multigpu_ddp/pictures/step.svg": plots.step,

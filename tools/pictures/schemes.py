@@ -254,3 +254,56 @@ def sample() -> Picture:
         "middle",
     )
     return picture
+
+
+def dp_and_ddp() -> Picture:
+    """One step of DataParallel beside one step of DistributedDataParallel, on two GPUs."""
+    picture = Picture(
+        "A training step of DataParallel and of DistributedDataParallel on two GPUs, side by side", 432
+    )
+    colours = {
+        "weights": ("memory-tint", "memory"),
+        "data": ("neutral", "ink"),
+        "compute": ("compute-tint", "compute"),
+        "sum": ("communication-tint", "communication"),
+        "waits": ("waiting-tint", "waiting"),
+    }
+    # For each GPU what it does, and its kind; then the way of what travels: to the right, the left, or both.
+    parallel = [
+        ("all weights", "weights", "a copy", "weights", "right"),
+        ("half the batch", "data", "half the batch", "data", "right"),
+        ("forward", "compute", "forward", "compute", ""),
+        ("all outputs, loss", "data", "waits", "waits", "left"),
+        ("backward", "compute", "backward", "compute", "right"),
+        ("sum of gradients", "sum", "waits", "waits", "left"),
+        ("optimizer", "weights", "waits", "waits", ""),
+    ]
+    distributed = [
+        ("its own images", "data", "its own images", "data", ""),
+        ("forward", "compute", "forward", "compute", ""),
+        ("backward", "compute", "backward", "compute", ""),
+        ("mean of gradients", "sum", "mean of gradients", "sum", "both"),
+        ("optimizer", "weights", "optimizer", "weights", ""),
+    ]
+    panels = [
+        ("DataParallel: one process", parallel, "GPU 0 sends and sums for all, and the others wait."),
+        ("DistributedDataParallel: two processes", distributed, "All do the same, and send only gradients."),
+    ]
+    for number, (title, rows, message) in enumerate(panels):
+        left = 8 + 406 * number
+        picture.text(left + 189, 24, title, NORMAL, "middle", bold=True)
+        for gpu in range(2):
+            picture.text(left + 70 + 238 * gpu, 50, f"GPU {gpu}", anchor="middle", bold=True)
+        for row, (first, kind, second, other_kind, way) in enumerate(rows):
+            top = 62 + 46 * row
+            for x, words, of_kind in ((left, first, kind), (left + 238, second, other_kind)):
+                fill, stroke = colours[of_kind]
+                picture.box(x, top, 140, 34, words, fill=fill, stroke=stroke)
+            start, end = (left + 236, left + 142) if way == "left" else (left + 142, left + 236)
+            if way:
+                picture.arrow((start, top + 17), (end, top + 17), colour="communication", both=way == "both")
+        picture.text(left + 189, 412, message, anchor="middle")
+    picture.line([(400, 12), (400, 420)], "grid", 1)
+    picture.text(603, 316, "the next step", anchor="middle", colour="muted")
+    picture.arrow((603, 326), (603, 372), colour="muted", thick=1.5)
+    return picture
