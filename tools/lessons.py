@@ -6,8 +6,8 @@ FILE "FIRST" "LAST"` (of a .py or .sh: from the line that contains FIRST to the 
 of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV
 `medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, what a program
 has printed `output FILE.txt`, or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of
-what it has written. Paths are relative to the README.
-Run this file (`make lessons`) to bring all up to date, and the pictures that tools/pictures draws.
+what it has written, by its function `table` or, with `TOOL.FUNCTION`, by another. Paths are relative to the
+README. Run this file (`make lessons`) to bring all up to date, and the pictures that tools/pictures draws.
 
 So is the notebook of stage 02: it is run, and what every run without a GPU shows alike is kept. A cell with
 the tag `fresh` measures. Its outputs are the reader's own, and none are committed.
@@ -181,7 +181,9 @@ def _output(folder: Path, name: str) -> str:
 def _bench(folder: Path, tool: str, *names: str) -> str:
     if str(BENCH) not in sys.path:  # for what a tool imports from beside it
         sys.path.append(str(BENCH))
-    return importlib.import_module(tool).table(*(folder / name for name in names))
+    module, _, function = tool.partition(".")
+    make = getattr(importlib.import_module(module), function or "table")
+    return make(*(folder / name for name in names))
 
 
 def executed(notebook: NotebookNode) -> NotebookNode:

@@ -53,6 +53,7 @@ LOOP = "--batch-size --data-dir --epochs --num-workers"
 PLAIN = f"{LOOP} --save-every"
 OTHERS = {
     "01_singlegpu/plain.py": PLAIN,
+    "01_singlegpu/fast.py": "--batch-size --data-dir --num-workers --steps --trace",
     "01_singlegpu/exercises/check.py": "",
     "01_singlegpu/submit.py": SUBMIT,
     "02_multigpu_dp/exercises/check.py": "",

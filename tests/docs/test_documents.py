@@ -105,8 +105,8 @@ def test_the_speed_of_a_training_is_that_of_long_epochs() -> None:
 def test_the_table_of_steps_compares_rows_of_one_session() -> None:
     """Where the GPU waits for the CPU, two sessions differ by more than most ways of making the step."""
     folder = REPOSITORY / "results" / "sample" / "h100" / "one_gpu"
-    lesson = (REPOSITORY / "01_singlegpu" / "README.md").read_text()
-    table = lesson.partition("<!-- quote: bench on_a_gpu")[2].partition("<!-- end quote")[0].splitlines()
+    page = (folder / "README.md").read_text()
+    table = page.partition("<!-- quote: bench on_a_gpu")[2].partition("<!-- end quote")[0].splitlines()
     cells = [line.strip("| ").split(" | ") for line in table[3:]]
     with (folder / "steps.csv").open() as file:
         session = {

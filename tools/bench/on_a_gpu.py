@@ -35,6 +35,7 @@ SHAPES = {
 SCRIPTS = REPOSITORY / "tools" / "bench" / "gpu"
 SHAPES_TO_COMPILE = ("128 tf32 Adadelta", "1024 bf16 Adadelta", "4096 bf16 Adadelta", "128 bf16 Adam")
 RUNGS_TO_COMPILE = ("compile", "reduce-overhead", "batch 512", "captured")
+BATCHES_OF_TIMELINES = {"waits for the loader": 128, "waits for launches": 128, "busy": 2048}
 TRACED_STEPS = 3  # by breakdown.py --trace
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")  # their durations are microseconds
 Row = dict[str, object]
@@ -152,8 +153,8 @@ def steady(rows: list[Row]) -> float:
     return median(row["images_per_s"] for row in rows if not row["warmup"])
 
 
-def table(steps: Path) -> str:
-    """Lay out what steps.py has measured with the recipe classic as a table for people.
+def table(steps: Path, chosen: Iterable[str] = ()) -> str:
+    """Lay out what steps.py has measured with the recipe classic as a table for people: all ways, or some.
 
     Where the GPU waits for the CPU, sessions differ by more than most ways do. So all rows of a batch are of
     one session, the one in which most ways were measured.
@@ -168,9 +169,79 @@ def table(steps: Path) -> str:
                 ways_of_session[row["session"]][row["way"]][row["loop"]] = row
         ways = max(ways_of_session.values(), key=len)
         eager = float(ways["eager"]["one batch"]["images_per_s"])
-        lines += [step_row(shape, way, loops, eager) for way, loops in ways.items()]
+        lines += [
+            step_row(shape, way, loops, eager) for way, loops in ways.items() if not chosen or way in chosen
+        ]
+    return markdown(lines)
+
+
+def short_table(steps: Path) -> str:
+    """Lay out the step as it is, and its captured forms."""
+    return table(steps, ("eager", "captured", "compiled and captured"))
+
+
+def markdown(lines: list[dict[str, str]]) -> str:
+    """Return the lines, which have the same columns, as a table."""
     cells = [[*lines[0]], ["---"] * len(lines[0]), *([*line.values()] for line in lines)]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def ladder_table(ladder: Path, cold_starts: Path) -> str:
+    """Lay out what one_gpu.py has measured, with the start of what is compiled from an empty cache."""
+    with cold_starts.open() as file:
+        cold = {row["what"]: row["first_two_steps_s"] for row in csv.DictReader(file)}
+    with ladder.open() as file:
+        return markdown([rung_row(row, cold) for row in csv.DictReader(file)])
+
+
+def rung_row(row: dict[str, str], cold: dict[str, str]) -> dict[str, str]:
+    """Return a line of the table of rungs."""
+    return {
+        "rung": row["rung"].removeprefix("beside: "),
+        "the line": row["added"],
+        "images/s": f"{int(row['samples_per_s']):,}",
+        "min..max": spread(row),
+        "x first": f"{float(row['times_first']):.2f}",
+        "ms a step": f"{float(row['ms_per_step']):.1f}",
+        "memory, MB": f"{int(row['peak_memory_mb']):,}",
+        "first two steps, s": cold.get(f"ladder, {row['rung']}", row["start_s"]),
+    }
+
+
+def timeline_table(timelines: Path) -> str:
+    """Lay out how long the GPU worked in one step of each timeline: in the middle one of three."""
+    with timelines.open() as file:
+        intervals = list(csv.DictReader(file))
+    lines = []
+    for name, batch in BATCHES_OF_TIMELINES.items():
+        times = defaultdict(list)
+        for interval in intervals:
+            if interval["timeline"] == name:
+                start = float(interval["start_us"])
+                times[interval["lane"]].append((start, start + float(interval["length_us"])))
+        begin, end = times["step"][len(times["step"]) // 2]
+        inside = [(max(start, begin), min(stop, end)) for start, stop in times["gpu"]]
+        inside = sorted((start, stop) for start, stop in inside if stop > start)
+        lines.append(
+            {
+                "the GPU": name.replace("busy", "is busy"),
+                "batch": f"{batch:,}",
+                "kernels and copies": str(len(inside)),
+                "ms of the step": f"{(end - begin) / 1000:.1f}",
+                "the GPU works": f"{100 * covered(inside) / (end - begin):.0f} %",
+            }
+        )
+    return markdown(lines)
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Return how long at least one of the intervals lasts; they are sorted."""
+    total = 0.0
+    reached = 0.0
+    for start, stop in intervals:
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
 
 
 def step_row(shape: str, way: str, loops: dict[str, dict[str, str]], eager: float) -> dict[str, str]:

@@ -348,22 +348,33 @@ def gpt_ladder() -> Picture:
 
 
 def timelines() -> Picture:
-    """20 ms of a training whose GPU waits for launches, and of one that keeps it busy."""
+    """20 ms of three trainings: the GPU waits for its loader, it waits for launches, and it is busy."""
     rows = pd.read_csv(H100 / "one_gpu" / "timelines.csv")
-    picture = Picture("What CPU and GPU do in 20 ms of a training: a GPU that waits, and a busy one", 316)
+    picture = Picture(
+        "What CPU and GPU do in 20 ms of a training: two GPUs that wait, for images and for launches, and a "
+        "busy one",
+        432,
+    )
     picture.legend(
         100,
         26,
         [
+            ("compute-tint", "images, by the CPU"),
             ("muted", "a launch, by the CPU"),
             ("compute", "a kernel, on the GPU"),
             ("waiting", "the GPU waits"),
         ],
-        210,
+        174,
     )
     across = Scale(0, 20, 100, 780)
-    from_ms = {"waits for launches": 0.5, "busy": 40}
+    from_ms = {"waits for the loader": 41, "waits for launches": 0.5, "busy": 40}
+    without_workers = rows[rows.timeline == "waits for the loader"].set_index("name").length_us / 1000
+    prepared = without_workers["wait for the batch"]
+    whole = without_workers["ProfilerStep#4"]
     titles = {
+        "waits for the loader": (
+            f"No loader workers: the CPU prepares images for {prepared:.0f} of the {whole:.0f} ms of a step"
+        ),
         "waits for launches": "Batch 128: most kernels end before the next one is launched",
         "busy": "Batch 2,048: the kernels are longer, and launched ahead of time",
     }
@@ -371,16 +382,21 @@ def timelines() -> Picture:
         top = 56 + 116 * number
         picture.text(100, top, titles[name], NORMAL, bold=True)
         chosen = rows[rows.timeline == name]
-        for row, (lane, words, colour) in enumerate((("launch", "CPU", "muted"), ("gpu", "GPU", "compute"))):
+        images = chosen[(chosen.lane == "mark") & (chosen["name"] == "wait for the batch")]
+        lanes = {
+            "CPU": ("neutral", [("compute-tint", images), ("muted", chosen[chosen.lane == "launch"])]),
+            "GPU": ("waiting", [("compute", chosen[chosen.lane == "gpu"])]),
+        }
+        for row, (words, (ground, layers)) in enumerate(lanes.items()):
             y = top + 12 + 38 * row
             picture.text(92, y + 20, words, NORMAL, "end")
-            picture.rect(100, y, 680, 30, "waiting" if lane == "gpu" else "neutral", radius=0)
-            spans = chosen[chosen.lane == lane]
-            for begin, end in _merged(spans.start_us / 1000 - start, spans.length_us / 1000):
-                left, right = (across(min(max(edge, 0), 20)) for edge in (begin, end))
-                if right > left:
-                    picture.rect(left, y, max(right - left, 0.6), 30, colour, radius=0)
-    picture.x_axis(across, [0, 5, 10, 15, 20], 268, "milliseconds")
+            picture.rect(100, y, 680, 30, ground, radius=0)
+            for colour, spans in layers:
+                for begin, end in _merged(spans.start_us / 1000 - start, spans.length_us / 1000):
+                    left, right = (across(min(max(edge, 0), 20)) for edge in (begin, end))
+                    if right > left:
+                        picture.rect(left, y, max(right - left, 0.6), 30, colour, radius=0)
+    picture.x_axis(across, [0, 5, 10, 15, 20], 384, "milliseconds")
     return picture
 
 
