@@ -60,7 +60,7 @@ def front() -> Picture:
     picture.y_axis(down, counts, 52, 318)
     picture.x_axis(across, counts, 316, "GPUs")
     picture.line([(across(1), down(1)), (across(32), down(32))], "muted", 1.5, "6 4")
-    picture.text(across(11.4), down(15.4), "ideal", anchor="end", colour="muted")
+    picture.text(across(11.4), down(15.4), "ideal", anchor="end", colour="muted", on_lines=True)
     lines = {
         ENOUGH_WORKERS: Line("48 workers", "compute", "circle"),
         FEW_WORKERS: Line("8 workers", "waiting", "square"),
@@ -74,8 +74,8 @@ def front() -> Picture:
         picture.text(328, last + 3, f"{speedups[32]:.1f} x", NORMAL, bold=True)
         picture.text(328, last + 20, look.name)
     before, after = (_throughputs(FEW_WORKERS)[gpus] for gpus in (4, 8))
-    picture.text(across(3.4), down(2.15), "4 and 8 GPUs:")
-    picture.text(across(3.4), down(1.5), f"{before:,.0f} and {after:,.0f} images/s")
+    picture.text(across(3.4), down(2.15), "4 and 8 GPUs:", on_lines=True)
+    picture.text(across(3.4), down(1.5), f"{before:,.0f} and {after:,.0f} images/s", on_lines=True)
     picture.text(440, 26, "How many should I ask for?", NORMAL, bold=True)
     picture.text(440, 46, "1.3 billion weights on H100: efficiency, %", colour="muted")
     efficiencies = _efficiencies(_throughputs(LANGUAGE_MODEL))
@@ -119,7 +119,7 @@ def scaling() -> Picture:
     picture.y_axis(percents, [0, 20, 40, 60, 80, 100], 462, 740)
     picture.x_axis(right, counts, 344, "GPUs")
     picture.line([(462, percents(100)), (740, percents(100))], "muted", 1.5, "6 4")
-    picture.text(across(11), down(14.6), "ideal", anchor="end", colour="muted")
+    picture.text(across(11), down(14.6), "ideal", anchor="end", colour="muted", on_lines=True)
     for series, look in lines.items():
         throughputs = _throughputs(series)
         speedups = _speedups(throughputs)
@@ -232,8 +232,8 @@ def choice() -> Picture:
         x, y = across(time), down(paid[gpus])
         picture.marker(x, y, "circle", "compute")
         more = f", +{100 * (paid[gpus] / paid[8] - 1):.0f} %" if gpus > 8 else ""
-        picture.text(x + 10, y - 26, f"{gpus} GPUs", NORMAL, bold=True)
-        picture.text(x + 10, y - 9, f"{time:.0f} h{more}")
+        picture.text(x + 10, y - 26, f"{gpus} GPUs", NORMAL, bold=True, on_lines=True)
+        picture.text(x + 10, y - 9, f"{time:.0f} h{more}", on_lines=True)
     return picture
 
 

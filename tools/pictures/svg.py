@@ -140,17 +140,21 @@ class Picture:
         bold: bool = False,
         colour: str = "ink",
         code: bool = False,
-        turned: bool = False,
+        on_lines: bool = False,
     ) -> None:
-        """Write one line whose foot is at `y`; `anchor` says which end of it is at `x`."""
+        """Write one line whose foot is at `y`; `anchor` says which end of it is at `x`.
+
+        With `on_lines` it has an edge of the colour of the page, so that lines behind it do not cross it.
+        """
         attributes = {"x": x, "y": y, "font-size": size, "text-anchor": anchor}
         if bold:
             attributes["font-weight"] = "bold"
         if code:
             attributes["font-family"] = "Menlo, Consolas, DejaVu Sans Mono, monospace"
-        if turned:
-            attributes["transform"] = f"rotate(-90 {_number(x)} {_number(y)})"
-        self._add("text", attributes, colour, content=escape(words))
+        if on_lines:
+            attributes["paint-order"] = "stroke"
+        edge = "paper" if on_lines else None
+        self._add("text", attributes, colour, edge, 5, content=escape(words))
 
     def lines(self, x: float, y: float, texts: Sequence[str], size: float = SMALL, **style: object) -> None:
         """Write lines one below the other, around the middle `y`."""
