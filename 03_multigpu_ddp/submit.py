@@ -3,13 +3,21 @@
 Try: python submit.py --gpus 4 --nodes 2 --wait --epochs 2
 """
 
-import submitit
+from pathlib import Path
+from runpy import run_path
 
-from trainkit import errors
-from trainkit.jobs import submission
-from trainkit.jobs.following import Handle, follow
-from trainkit.jobs.submission import Request
-from trainkit.jobs.training import Training
+try:
+    import submitit
+
+    from trainkit import errors
+    from trainkit.jobs import submission
+    from trainkit.jobs.following import Handle, follow
+    from trainkit.jobs.submission import Request
+    from trainkit.jobs.training import Training
+except ModuleNotFoundError:
+    # As where the environment of another training is active: the kit's own Python goes on.
+    run_path(str(Path(__file__).resolve().parents[1] / "trainkit" / "kit_python.py"))["go_on"]()
+    raise
 
 
 def submit(request: Request) -> Handle:

@@ -3,7 +3,15 @@
 Try: python results/to_tensorboard.py --help
 """
 
-from trainkit.commands.to_tensorboard import main
+from pathlib import Path
+from runpy import run_path
+
+try:
+    from trainkit.commands.to_tensorboard import main
+except ModuleNotFoundError:
+    # As where the environment of another training is active: the kit's own Python goes on.
+    run_path(str(Path(__file__).resolve().parents[1] / "trainkit" / "kit_python.py"))["go_on"]()
+    raise
 
 if __name__ == "__main__":
     main()

@@ -12,13 +12,15 @@
 # For the launch line it sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and SITE_CONTAINER, and
 # `choose_training` sets TRAINING. For the ranks it exports MASTER_ADDR and MASTER_PORT.
 #
-# Where the job script's first argument is --plain, its second is a script that knows nothing of the kit.
+# Where the job script's first argument is --plain, or an option for it, they name a script that knows nothing of
+# the kit (trainkit/jobs/program.py).
 
 launcher=srun         # of the ranks; slurm_submit_torchrun.sh sets another
 begun=""              # whether Python has answered how the job begins
 ended_from_outside="" # whether it was sent SIGTERM or SIGHUP
 requeued=""           # whether it is on its way back to the queue
 sampler=""            # the number of the process that samples
+code_folder=""        # that of a plain script, whose git is asked for the commit
 
 # --- what Slurm says of this job --------------------------------------------------------------------
 # A job of an array has a number of its own, but for one, which has the array's: by that Slurm means them all.
@@ -51,8 +53,8 @@ watching=$TRAINKIT_JOB_DIR/monitor
 # If this start fails before Python runs, nobody is to read how an earlier one has ended.
 rm -f "$TRAINKIT_JOB_DIR/outcome.json"
 plain=""
-if [[ ${1:-} == --plain ]]; then
-    plain=1
+case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node) plain=1 ;; esac
+if [[ $plain ]]; then
     # A queue.py in the folder of the script is not for `python -m`. jobs/plain.py unsets this.
     export PYTHONSAFEPATH=1
 else
@@ -110,7 +112,7 @@ in_job() {
 
 # Carry out what Python answers: it sets and unsets variables, and prints the first lines of the log. What
 # only the node can be asked is asked here, as a container may have no scontrol, git or nvidia-smi.
-begin() {
+begin() { # with the arguments of the job script
     local first_node node gpus version answer
     first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || first_node=""
     node=$(scontrol --oneliner show node "$first_node" 2>/dev/null) || node=""
@@ -123,7 +125,7 @@ begin() {
             "--addresses=$(hostname -I 2>/dev/null)" "--signal=$(grep -s '^#SBATCH --signal=' "$0")" \
             "--exported=$(compgen -e)" \
             "--variables=$(declare -p "${!SLURM_@}" "${!SRUN_@}" MASTER_ADDR MASTER_PORT OMP_NUM_THREADS \
-                SITE_NETWORK_INTERFACE SITE_PORTS 2>/dev/null)"
+                SITE_NETWORK_INTERFACE SITE_PORTS 2>/dev/null)" -- "$@"
     ) || true
     [[ $answer == *"# in_job begins"*"# in_job ends"* ]] || # container programs have their words around it
         fail "Python does not start on $(hostname): correct activate_environment or SITE_CONTAINER in \
@@ -187,33 +189,28 @@ choose_training() {
     local script=$1 correction="correct its name"
     shift
     if [[ $plain ]]; then
-        script=${2:-}
-        shift
+        TRAINING=(-m trainkit.jobs.plain "$@")
+        tell_script "$@"
+        return
     fi
     if [[ ${1:-} == *.py ]]; then
         script=$1
         shift
     fi
-    [[ $script != -m ]] ||
-        fail "--plain takes a file, not a module: YOUR_TRAINING.md shows one that runs a module."
     [[ $PWD == "${SLURM_SUBMIT_DIR:-$PWD}" ]] || correction="leave out --chdir"
-    [[ $script == *.py && -f $script ]] ||
-        fail "there is no script ${script:-behind --plain} in $PWD: $correction."
+    [[ -f $script ]] || fail "there is no script $script in $PWD: $correction."
     TRAINING=("$script" --data-dir "$TRAINKIT_DATA_DIR" --results-dir "$TRAINKIT_RESULTS_DIR"
         --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@")
-    if [[ $plain ]]; then
-        TRAINING=(-m trainkit.jobs.plain "$script" "$@")
-    fi
     tell_script "$(realpath --no-symlinks -- "$script")" "$@"
 }
 
 # Print the script that the job runs, its arguments and the commit of its code, and keep them in the job's folder.
 tell_script() {
     local folder top_folder version answer
-    folder=$(dirname "$(readlink -f -- "$1")")
+    folder=${code_folder:-$(dirname "$(readlink -f -- "$1")")} # `begin` has set it for a plain script
     top_folder=$(timeout 20 git -C "$folder" rev-parse --show-toplevel 2>/dev/null) || top_folder=""
     version=$(timeout 20 git -C "$folder" describe --always --dirty 2>/dev/null) || version=""
-    answer=$(in_job 20 60 script "--version=$version" "--top-folder=$top_folder" \
+    answer=$(in_job 20 60 script ${plain:+--plain} "--version=$version" "--top-folder=$top_folder" \
         "--repository=$REPOSITORY" -- "$@") || answer=""
     [[ $answer != *"# in_job script"* ]] || # container programs have their words before it
         echo "${answer#*"# in_job script"$'\n'}"
@@ -293,5 +290,5 @@ run_activate_environment
 listen_to_signals # what the site runs may have changed that
 type srun scontrol >/dev/null 2>&1 ||
     fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
-begin
+begin "$@"
 start_sampling

@@ -172,12 +172,21 @@ class Script:
         commit: of the git repository that the script is in, with "-dirty" if that has changes; "" if it is
             in none.
         repository: the top folder of that repository; "" if it is in none.
+        module: its name, if it is started as a module (`python -m`).
+        python: the Python that runs it; "" for that of the job.
     """
 
     path: str
     arguments: list[str]
     commit: str = ""
     repository: str = ""
+    module: str = ""
+    python: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return the name of its file, or of its module."""
+        return self.module or Path(self.path).name
 
 
 def keep_script(folder: Path, script: Script) -> None:

@@ -48,7 +48,8 @@ TRAININGS = {
     f"{BEYOND}/by_feature/unused.py": "--graph",
     f"{BEYOND}/complete/vae_counts.py": "--graph",
 }
-SUBMIT = "--cpus-per-gpu --dry-run --gpus --local --nodes --partition --plain --script --time --wait"
+PROGRAM = "--one-process-per-node --plain --python --when-requeued"
+SUBMIT = f"--cpus-per-gpu --dry-run --gpus --local --nodes --partition --script --time --wait {PROGRAM}"
 LOOP = "--batch-size --data-dir --epochs --num-workers"
 PLAIN = f"{LOOP} --save-every"
 OTHERS = {
@@ -73,9 +74,10 @@ OTHERS = {
     "slurm/monitor.py": "--sample --verdict",
     "slurm/practice_cluster/cluster.py": """
         --bandwidth --conf --cpus --gpu-kind --gpus --mode --name --no-accounting --nodes --slurm""",
-    "slurm/sweep.py": """
+    "slurm/sweep.py": f"""
+        {PROGRAM}
         --batch-size --budget --chdir --cpus-per-gpu --deadline --dry-run --epochs --gpus --gpus-per-node
-        --loader --local --max-jobs --min-efficiency --num-workers --out --partition --plain --repeats
+        --loader --local --max-jobs --min-efficiency --num-workers --out --partition --repeats
         --scaling --script --stages --target --time --train-size --vary""",
     "tools/bench/bench.py": "--data-dir --out --repeats",
     "tools/bench/classic_mnist.py": "--csv --data-dir --epochs --stop-at",

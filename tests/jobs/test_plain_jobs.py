@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ asked = []
 signal.signal(signal.SIGUSR2, lambda *_: asked.append(True))
 job = Path(os.environ["TRAINKIT_JOB_DIR"])
 last, first = job / f"rank-{os.environ['RANK']}.pt", 1
+assert ("--again" in sys.argv) == last.exists()  # as scripts with --resume that want their checkpoint
 (job / f"ready-{last.name}").touch()
 while len(list(job.glob("ready-*"))) < 2:
     time.sleep(0.1)
@@ -71,12 +73,16 @@ def commit_of(folder: Path) -> str:
 
 
 def test_its_own_handler_hears_usr2_of_torchrun_and_it_comes_back(on_cluster: Checkout) -> None:
-    """Its options reach it, whatever they mean elsewhere, and a variable of its own stays what it was."""
+    """Its options reach it, whatever they mean elsewhere, and a variable of its own stays what it was.
+
+    It gets more of them when it comes back.
+    """
     script = write(on_cluster, HEARS)
     theirs = ("--batch-size", 63, "--gpus", 3, "--epochs", 4, "--resume", "ck.pt")
     sbatch = (f"--chdir={script.parent}", f"--output={on_cluster.folder}/plain-%j.log")
     on_cluster.site("SITE_MONITOR=on\nexport DATA_DIR=/mine\n")
-    job = on_cluster.submit("torchrun", "--plain", script.name, *theirs, sbatch=sbatch)
+    words = ("--when-requeued", "--again 'and more'", "--plain", script.name)
+    job = on_cluster.submit("torchrun", *words, *theirs, sbatch=sbatch)
     on_cluster.wait_for("Train Epoch: 1 of 3 ck.pt /mine", job)
     on_cluster.cluster.run(["scancel", "--signal=USR2", job])
     state = on_cluster.cluster.wait(job, timeout=300)
@@ -85,6 +91,7 @@ def test_its_own_handler_hears_usr2_of_torchrun_and_it_comes_back(on_cluster: Ch
     epochs = list(map(int, re.findall("Train Epoch: (\\d+)", log)))
     assert sorted(epochs) == [1, 1, 2, 2, 3, 3, 4, 4], log
     assert "watch   job" in log and "--num-workers" not in log and "results in" not in log
+    assert log.count("ck.pt\npython ") == 1 and log.count("ck.pt --again 'and more'\npython ") == 1, log
 
 
 # Until a signal has come the first start stays in step 5, and the second in step 15.
@@ -187,7 +194,7 @@ def test_usr2_reaches_who_installs_a_handler_and_ends_nobody(tmp_path: Path) -> 
     """Also those who install it only where Python tells of none, and those who wait for USR1."""
     script = tmp_path / "states.py"
     script.write_text(STATES)
-    done = succeeded(ran(sys.executable, "-m", "trainkit.jobs.plain", script, "an", "argument"))
+    done = succeeded(ran(sys.executable, "-m", "trainkit.jobs.plain", "--plain", script, "an", "argument"))
     assert done.stdout == f"{script} an argument __main__ states.py\n"
 
 
@@ -195,7 +202,7 @@ def test_its_lines_are_written_whole_and_at_once(tmp_path: Path) -> None:
     """The ranks of torchrun write to the same pipe. In this one, each write is read by itself."""
     script = tmp_path / "says.py"
     script.write_text("import os; print('so', 'far', 0); os._exit(0)")
-    command = [sys.executable, "-m", "trainkit.jobs.plain", script]
+    command = [sys.executable, "-m", "trainkit.jobs.plain", "--plain", script]
     reads, writes = os.pipe2(os.O_DIRECT)
     with os.fdopen(reads, "rb", buffering=0) as output, os.fdopen(writes, "wb") as pipe:
         environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
@@ -304,13 +311,94 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
     assert on_cluster.cluster.job(job)["ExitCode"] == f"{code}:0", log
     assert re.search(f"^why     {told}$", log, re.MULTILINE) and "so far 0\n" in log, log
     head = log[: log.index("\n\n")]
-    assert f"\nscript  '{script}' {both!r}\ncode    {commit} with changes in {script.parent}" in head, log
-    kept = job_folder.Script(str(script), [both], f"{commit}-dirty", str(script.parent))
-    assert job_folder.read_script(on_cluster.folder / "results" / "jobs" / str(job)) == kept
+    assert f"\nscript  '{script}' {both!r}\npython  {Path(sys.executable).parent}/" in head, log
+    assert f"\ncode    {commit} with changes in {script.parent}" in head, log
+    kept = job_folder.read_script(on_cluster.folder / "results" / "jobs" / str(job))
+    expected = job_folder.Script(str(script), [both], f"{commit}-dirty", str(script.parent))
+    assert replace(kept, python="") == expected and Path(kept.python).parent == Path(sys.executable).parent
     if launcher == "submitit":
         assert on_cluster.cluster.job(job)["JobName"] == "train" and path.parent.name.startswith("train-")
     listed = on_cluster.python("slurm/jobs.py").stdout
     assert re.search(rf"^{job} +train\.py .+\.\.\. +failed +\d+ s +0 +.*rank 1", listed, re.MULTILINE), listed
+
+
+# What its Python has of the kit, for a job that starts it as a module of a package.
+IN_A_PACKAGE = """
+import importlib.util, os, sys
+from .words import GREETING
+found = [name for name in ("submitit", "trainkit") if importlib.util.find_spec(name)]
+print(GREETING, os.environ["RANK"], sys.executable, found, os.environ["VIRTUAL_ENV"], *sys.argv[1:])
+"""
+# A shell on each node, which starts a process that starts two.
+SHELL = """#!/bin/bash
+echo "node $SLURM_NODEID of $SLURM_NNODES with $(type -p python)"
+exec python spawns.py "$@"
+"""
+SPAWNS = """
+import os, sys
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+def work(local_rank):
+    rank = 2 * int(os.environ["NODE_RANK"]) + local_rank
+    dist.init_process_group("gloo", rank=rank, world_size=4)
+    print("rank", dist.get_rank(), "of", dist.get_world_size(), *sys.argv[1:], flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+    assert not names & os.environ.keys()
+    start_processes(work, nprocs=2, start_method="fork")
+"""
+
+
+def own_environment(folder: Path) -> Path:
+    """Make an environment without any package, and return its Python."""
+    succeeded(ran(sys.executable, "-m", "venv", "--without-pip", folder))
+    return folder / "bin" / "python"
+
+
+def test_other_ways_to_start(on_cluster: Checkout) -> None:
+    """A module in an environment of its own, which has nothing of the kit; and a shell script on each node.
+
+    submit.py is called with that environment's Python, too, by sbatch it is named.
+    """
+    folder = write(on_cluster, "").parent
+    (folder / "package").mkdir()
+    (folder / "package" / "words.py").write_text("GREETING = 'hello'")
+    (folder / "package" / "train.py").write_text(IN_A_PACKAGE)
+    (folder / "spawns.py").write_text(SPAWNS)
+    (folder / "run.sh").write_text(SHELL)
+    (folder / "run.sh").chmod(0o755)
+    (on_cluster.folder / ".venv").symlink_to(sys.prefix)
+    python = own_environment(folder / "env")
+    module = ("--python", "env/bin/python", "--plain", "-m", "package.train", "--lr", 1)
+    spawned = ("--one-process-per-node", "--plain", "run.sh", "--resume")
+    submit_py = (python, on_cluster.folder / "03_multigpu_ddp" / "submit.py")
+    sent = [
+        on_cluster.run(*submit_py, *asked, cwd=folder)
+        for asked in (module, ("--gpus", 4, "--nodes", 2, "--cpus-per-gpu", 1, *spawned))
+    ]
+    jobs = [int(succeeded(done).stdout.split()[1]) for done in sent]
+    assert "note: it runs with the job's Python" not in sent[0].stdout
+    sbatch = (f"--chdir={folder}", f"--output={on_cluster.folder}/module-%j.log", "--nodelist=n2")
+    jobs.append(on_cluster.submit("srun", *module, sbatch=sbatch))
+    ended = [on_cluster.cluster.wait(job, timeout=300)["JobState"] for job in jobs]
+    by_submit_py, spawned_ranks = (
+        "".join(path.read_text() for path in on_cluster.folder.rglob(f"{job}_*_log.out")) for job in jobs[:2]
+    )
+    by_sbatch = on_cluster.log(jobs[2])
+    assert ended == ["COMPLETED"] * 3, by_submit_py + spawned_ranks + by_sbatch
+    for log in (by_submit_py, by_sbatch):
+        greeting = f"hello 0 {python} [] {python.parents[1]} --lr 1\n"
+        assert greeting in log and f"\nscript  -m package.train --lr 1\npython  {python}\n" in log, log
+    nodes = re.findall(r"^node (\d of 2) with (.*)/bin/python$", spawned_ranks, re.MULTILINE)
+    assert sorted(nodes) == [("0 of 2", sys.prefix), ("1 of 2", sys.prefix)], spawned_ranks
+    ranks = re.findall(r"^rank (\d) of 4 --resume$", spawned_ranks, re.MULTILINE)
+    assert sorted(ranks) == ["0", "1", "2", "3"], spawned_ranks
+    listed = on_cluster.run(python, on_cluster.folder / "slurm" / "jobs.py").stdout
+    assert listed.count("package.train --lr 1") == 2 and "run.sh --resume" in listed, listed
 
 
 WHERE = """
@@ -507,18 +595,30 @@ def test_a_sweep_goes_on_in_its_own_folder_whatever_the_script_is_given(
     assert sweep.command_to_go_on(tmp_path).endswith(f" --out {tmp_path} --plain train.py --out theirs")
 
 
-@pytest.mark.parametrize("given", ["", "nowhere.py", "README.md", "-m"])
-def test_a_job_script_without_the_script(given: str, checkout: Checkout) -> None:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--plain", "argument --plain: "),
+        ("--plain nowhere.py", "there is no script nowhere.py in "),
+        ("--plain README.md", "README.md is no Python script (.py), and as a program it cannot be started"),
+        ("--plain -m", "--plain -m takes the name of a module"),
+        ("--python . --plain mnist_ddp.py", "--python . is no program"),
+        ("--python python3", "are for plain scripts"),
+        ("--when-requeued '--it --plain plain_ddp.py", '--when-requeued "\'--it": No closing quotation'),
+        ("--one-process-per-node --epochs=2 --plain plain_ddp.py", "--epochs=2 is not for plain scripts"),
+        ("--one-process-per-node --plain plain_ddp.py", "--ntasks-per-node=1"),
+    ],
+)
+def test_a_job_script_without_the_script(words: str, told: str, checkout: Checkout) -> None:
     checkout.fake("scontrol", "echo 127.0.0.2")
     checkout.fake("python", f'exec "{sys.executable}" "$@"')
     checkout.fake("srun", "exit 1")
     place = checkout.folder / "03_multigpu_ddp"
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": str(place)}
-    job["PATH"] = f"{checkout.commands}:/usr/bin:/bin"
-    done = checkout.run("bash", "slurm_submit.sh", "--plain", *filter(None, [given]), cwd=place, **job)
-    assert done.returncode == 1
-    wrong = "--plain takes a file" if given == "-m" else f"there is no script {given or 'behind --plain'} in "
-    assert f"error: {wrong}" in done.stderr, done.stderr
+    job |= {"PATH": f"{checkout.commands}:/usr/bin:/bin", "SLURM_TASKS_PER_NODE": "2"}
+    done = checkout.run("bash", "slurm_submit.sh", *words.split(" "), cwd=place, **job)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and told in done.stderr, done.stderr
 
 
 def test_its_verdict_names_no_option_of_ours(tmp_path: Path) -> None:

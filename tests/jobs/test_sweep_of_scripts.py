@@ -74,7 +74,7 @@ def test_runs_that_start_in_their_own_folders_do_not_find_each_others_files(chec
     script, sweep = write(checkout), checkout.folder / "a sweep"
     own = ("--local", "--chdir", "--out", sweep, "--gpus", 1, "--vary", "lr=0.1,0.2")
     done = checkout.python(
-        "slurm/sweep.py", *own, "--plain", "train.py", "--batch_size", 1, cwd=script.parent
+        "slurm/sweep.py", *own, "--plain", "-m", "train", "--batch_size", 1, cwd=script.parent
     )
     succeeded(done)
     assert len([*sweep.glob("*/snapshot.pt")]) == 2 and not (script.parent / "snapshot.pt").exists()

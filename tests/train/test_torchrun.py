@@ -75,7 +75,7 @@ def test_a_rank_that_has_obeyed_gets_no_second_signal(tmp_path: Path) -> None:
     script, default = tmp_path / "obeys.py", "_signal.signal(signal.SIGUSR2, _signal.SIG_DFL)"
     obey = "os.kill(os.getppid(), signal.SIGUSR2); time.sleep(2)"
     script.write_text(f"import _signal, os, signal, time\n{default}\n{obey}\n")
-    done = ran(*TORCHRUN, "-m", "trainkit.jobs.plain", script)
+    done = ran(*TORCHRUN, "-m", "trainkit.jobs.plain", "--plain", script)
     assert done.returncode == 0, done.stderr
 
 
@@ -91,7 +91,7 @@ os.kill(os.getppid(), signal.SIGUSR2)
 time.sleep(60)
 sys.exit(3)
 """)
-    done = ran(*TORCHRUN, "-m", "trainkit.jobs.plain", tmp_path / "named.py")
+    done = ran(*TORCHRUN, "-m", "trainkit.jobs.plain", "--plain", tmp_path / "named.py")
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 

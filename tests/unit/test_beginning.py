@@ -17,6 +17,7 @@ from trainkit.errors import UserError
 from trainkit.job_folder import Script
 from trainkit.jobs import beginning, slurm
 from trainkit.jobs.beginning import Beginning, Plan
+from trainkit.jobs.program import Program
 from trainkit.record import samples
 
 RECORDED = Path(__file__).parent / "scontrol"
@@ -35,6 +36,7 @@ VARIABLES = {
     "SLURM_CPUS_PER_TASK": "2",
     "SITE_PORTS": "10000-29999",
 }
+PROGRAM = Program(Path("/home/me/train.py"))
 JOB = Beginning(
     variables=VARIABLES,
     first_node="n1",
@@ -179,7 +181,7 @@ def test_which_start_it_is(release: str) -> None:
 def test_a_job_of_an_array(release: str) -> None:
     job = replace(JOB, record=record(release, "array"))
     assert "array" in refusal(job)
-    decide(replace(job, plain=True))
+    decide(replace(job, program=PROGRAM))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_a_limit_that_leaves_no_time_to_train(limit: str, ran: str, signal: str,
         decide(job)
     else:
         assert f"{signal} s before its time limit" in refusal(job)
-    decide(replace(job, plain=True))
+    decide(replace(job, program=PROGRAM))
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,14 @@ def test_another_jobs_cpus_per_task(release: str) -> None:
 def test_threads() -> None:
     assert decide(JOB, OMP_NUM_THREADS="3,2").exports["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS is 'many'" in refusal(JOB, OMP_NUM_THREADS="many")
+
+
+def test_a_program_that_starts_its_ranks_itself() -> None:
+    """They share the threads of its one process on each node."""
+    job = replace(JOB, program=replace(PROGRAM, one_process_per_node=True))
+    facts = {"SLURM_CPUS_PER_TASK": "8", "SLURM_GPUS_ON_NODE": "4"}
+    assert decide(job, SLURM_TASKS_PER_NODE="1(x2)", **facts).exports["OMP_NUM_THREADS"] == "2"
+    assert "--ntasks-per-node=1" in refusal(job, SLURM_TASKS_PER_NODE="2", **facts)
 
 
 def test_where_the_ranks_meet() -> None:
@@ -312,7 +322,7 @@ def test_the_folder_of_an_older_job_with_the_same_number(tmp_path: Path) -> None
     left_by_a_start(folder)
     (folder / job_folder.ENDED_FOR_GOOD).touch()
     before = files(folder)
-    begin(folder, replace(JOB, plain=True), monitored=False)
+    begin(folder, replace(JOB, program=PROGRAM), monitored=False)
     assert files(folder) == ["plain"] and (folder / "checkpoints").is_dir()
     (aside,) = tmp_path.glob("7-*")
     assert files(aside) == before

@@ -24,6 +24,7 @@ from trainkit.config.options import MOST_IMAGES
 from trainkit.data import staging
 from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.jobs import local, submission, sweep, variation
+from trainkit.jobs.program import add_options
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES
 
@@ -56,6 +57,9 @@ DEFAULT_BATCH_SIZES = (256,)
 # The options that a sweep of plain scripts has, too.
 OPTIONS_OF_PLAIN_SWEEPS = {
     "plain",
+    "python",
+    "one_process_per_node",
+    "when_requeued",
     "gpus",
     "batch_size",
     "scaling",
@@ -81,7 +85,7 @@ def main() -> int:
     script = own_options.script or own_options.plain
     is_plain = bool(own_options.plain)
     if script:
-        stages = (STAGES["ddp"].with_script(script, plain=is_plain),)
+        stages = (submission.choose_stage(STAGES["ddp"], own_options),)
     else:
         stages = tuple(STAGES[name] for name in own_options.stages)
     opts = submission.read_options(stages[0], arguments, site)
@@ -124,7 +128,7 @@ def main() -> int:
     _warn_of_shared_files(planned_sweep, runs)
     if why_here:
         print_line(f"{why_here}: one run at a time, as processes of this machine")
-    with planned_sweep.claim(stages[0].script if script else None):
+    with planned_sweep.claim(stages[0].words if script else ()):
         return sweep.run(
             planned_sweep,
             runs,
@@ -139,7 +143,7 @@ def _print_runs(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> Non
         state = "finished" if planned_sweep.finished(run.name) else "to run"
         print_line(f"{run.name:{width}}  {state:8}  {run.shape}")
         if run.stage.is_users_own or run.settings:
-            command = ["python", str(run.stage.script), *planned_sweep.script_arguments(run)]
+            command = [*run.stage.command, *planned_sweep.script_arguments(run)]
             print_line(f"    {shlex.join(command)}")
     sweep.print_plan(planned_sweep, runs)
 
@@ -239,11 +243,12 @@ def _add_lists(parser: Parser) -> None:
     )
     trainings.add_argument(
         "--plain",
-        metavar="FILE.py",
+        metavar="PROGRAM",
         type=given,
-        help="a script that does not use the kit, on each of --gpus; after it come its own arguments "
-        "(YOUR_TRAINING.md)",
+        help="a script that does not use the kit, on each of --gpus: train.py, -m package.train, or a "
+        "program such as run.sh; after it come its own arguments (YOUR_TRAINING.md)",
     )
+    add_options(matrix)
     matrix.add_argument(
         "--gpus", type=numbers, default=(1, 2), metavar="LIST", help="GPUs of a run (default: 1,2)"
     )

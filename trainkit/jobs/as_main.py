@@ -1,6 +1,10 @@
 """Run a script as `python script.py` does, in a state in which it and its libraries install handlers.
 
     python trainkit/jobs/as_main.py script.py ...
+    python trainkit/jobs/as_main.py -m FOLDER package.train ...
+
+That may be another Python than the kit's, of an environment of the user's: it needs no packages, and 3.7
+will do.
 
 Slurm sends USR2 a minute before the time limit. Linux ends a process that has no handler for it, so
 jobs/plain.py has USR2 ignored. But Lightning and others install a handler only where Python tells of none,
@@ -11,7 +15,10 @@ and Lightning waits for USR1 unless told otherwise. So here, until the script in
   programs that the script has started, unless there is such a handler: then it ends them, as USR1 would.
 """
 
+from __future__ import annotations
+
 import os
+import runpy
 import signal
 import sys
 from importlib.machinery import SourceFileLoader
@@ -99,8 +106,19 @@ def run(script: str) -> None:
     exec(code, main.__dict__)
 
 
+def run_module(folder: str, name: str) -> None:
+    """Run the module, found from this folder, as the module `__main__` of this process."""
+    sys.modules["__main__"] = ModuleType("__main__")
+    # As `python -m` does, which calls the same function.
+    sys.path[0] = folder
+    runpy._run_module_as_main(name)
+
+
 if __name__ == "__main__":
     del sys.argv[0]
     HandedOn()
     write_whole_lines()
-    run(sys.argv[0])
+    if sys.argv[0] == "-m":
+        run_module(sys.argv.pop(1), sys.argv.pop(1))
+    else:
+        run(sys.argv[0])

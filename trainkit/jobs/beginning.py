@@ -18,6 +18,7 @@ from trainkit.distributed import launchers
 from trainkit.errors import UserError
 from trainkit.job_folder import Script
 from trainkit.jobs import slurm
+from trainkit.jobs.program import Program
 from trainkit.record import samples
 
 # What sbatch sets if a job asks for it, and the field that its record then has.
@@ -90,7 +91,7 @@ class Beginning:
         version: of the code in `repository`; "" if git does not know it.
         repository: this checkout.
         folder: the job's own.
-        plain: whether its script does not use the kit.
+        program: its script, where that does not use the kit.
     """
 
     record: str = ""
@@ -105,7 +106,12 @@ class Beginning:
     version: str = ""
     repository: str = ""
     folder: Path = Path()
-    plain: bool = False
+    program: Program | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Return whether its script does not use the kit."""
+        return self.program is not None
 
     @property
     def recorded(self) -> dict[str, str]:
@@ -156,6 +162,9 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
     """
     _refuse_an_array(job)
     _refuse_a_short_limit(job)
+    starts_its_ranks = job.program is not None and job.program.one_process_per_node
+    if starts_its_ranks:
+        _refuse_several_tasks(job)
     exports = {name: value for name, value in job.set_aside.items() if _is_of_this_job(name, job)}
     assigns: dict[str, str] = {}
     unset = [name for name in job.set_aside if name not in exports]
@@ -178,7 +187,8 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
         cpus_per_task = _share_of_cpus(variables)
         assigns["SLURM_CPUS_PER_TASK"] = str(cpus_per_task)
         unset.append("SLURM_CPUS_PER_TASK")
-    exports["OMP_NUM_THREADS"] = str(_threads(variables, cpus_per_task))
+    ranks_per_task = max(_number(variables, "SLURM_GPUS_ON_NODE"), 1) if starts_its_ranks else 1
+    exports["OMP_NUM_THREADS"] = str(_threads(variables, max(cpus_per_task // ranks_per_task, 1)))
 
     address = _meeting_address(job, resolve)
     port = _meeting_port(variables)
@@ -232,6 +242,15 @@ def _refuse_a_short_limit(job: Beginning) -> None:
         raise UserError(
             f"this job is to save and stop {seconds_to_save} s before its time limit, so it could not train: "
             "give it more --time."
+        )
+
+
+def _refuse_several_tasks(job: Beginning) -> None:
+    tasks_per_node = job.variables.get("SLURM_TASKS_PER_NODE", "1")
+    if _counts(tasks_per_node) != [1]:
+        raise UserError(
+            f"--one-process-per-node, and this job has {tasks_per_node} tasks per node: give sbatch "
+            "--ntasks-per-node=1, and as many --gpus-per-node as the script is to use."
         )
 
 
@@ -297,11 +316,11 @@ def _counts(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", text)] or [1]
 
 
-def _threads(variables: Mapping[str, str], cpus_per_task: int) -> int:
-    """Return OMP_NUM_THREADS of the site or of the user, else a thread for each CPU of a task."""
+def _threads(variables: Mapping[str, str], cpus_per_rank: int) -> int:
+    """Return OMP_NUM_THREADS of the site or of the user, else a thread for each CPU of a rank."""
     given = variables.get("OMP_NUM_THREADS", "")
     if not given:
-        return cpus_per_task
+        return cpus_per_rank
     first = given.partition(",")[0]  # OpenMP takes a list, for threads within threads
     if not re.fullmatch("[1-9][0-9]*", first):
         raise UserError(f"OMP_NUM_THREADS is '{first}', which is no number of threads: unset it.")
@@ -380,7 +399,7 @@ def begin(job: Beginning, resolve: Callable[[str], str | None], monitored: bool)
             f"{job.folder} cannot be made ({error.strerror}): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in "
             "slurm/site.sh to a shared folder of yours."
         ) from None
-    return as_shell(plan)
+    return as_shell(plan, job.program)
 
 
 def script_lines(script: Script, kit: str) -> list[str]:
@@ -390,12 +409,17 @@ def script_lines(script: Script, kit: str) -> list[str]:
         script: what it runs.
         kit: the folder of this checkout, whose commit the log has already.
     """
-    words = [printable(word) for word in (script.path, *script.arguments)]
+    name = ("-m", script.module) if script.module else (script.path,)
+    words = [printable(word) for word in (*name, *script.arguments)]
     lines = [f"script  {' '.join(words)}"]
+    if script.python:
+        lines.append(f"python  {script.python}")
     path, kit_folder = Path(script.path).resolve(), Path(kit).resolve()
     is_of_the_kit = path.is_relative_to(kit_folder) and Path(script.repository or kit).resolve() == kit_folder
     if not is_of_the_kit:
-        lines.append(code_line(script.commit, script.repository or str(path.parent)))
+        lines.append(
+            code_line(script.commit, script.repository or str(path if path.is_dir() else path.parent))
+        )
     return lines
 
 
@@ -412,13 +436,15 @@ def printable(word: str) -> str:
     return shlex.quote(word) if word.isprintable() else repr(word)
 
 
-def as_shell(plan: Plan) -> str:
-    """Return the plan as shell code."""
+def as_shell(plan: Plan, program: Program | None = None) -> str:
+    """Return the plan as shell code, for a job that runs this program."""
     lines = ["begun=1"]
     if plan.unset:
         lines.append(f"unset {' '.join(plan.unset)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()]
     lines += [f"{name}={shlex.quote(value)}" for name, value in plan.assigns.items()]
+    if program:
+        lines.append(f"code_folder={shlex.quote(str(program.folder))}")
     lines.append(_print(plan.header))
     return "\n".join(lines)
 

@@ -10,10 +10,12 @@ job's folder (`job_folder.Outcome`). It needs no packages.
 """
 
 import argparse
+import os
 import shlex
 import socket
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from trainkit import job_folder
@@ -22,6 +24,7 @@ from trainkit.job_folder import Script
 from trainkit.jobs import beginning, ending, why
 from trainkit.jobs.beginning import Beginning
 from trainkit.jobs.ending import Ending, SlurmFacts
+from trainkit.jobs.program import parse
 
 SCRIPT_FOLLOWS = "# in_job script"
 
@@ -33,7 +36,7 @@ def main() -> None:
     options = _parse(sys.argv[1:end])
     words = sys.argv[end + 1 :]
     if options.question == "begin":
-        answer = _begin(options)
+        answer = _begin(options, words)
     elif options.question == "script":
         answer = _script(options, words)
     elif options.question == "back":
@@ -45,8 +48,16 @@ def main() -> None:
     print_line(answer)
 
 
-def _begin(options: argparse.Namespace) -> str:
+def _begin(options: argparse.Namespace, words: list[str]) -> str:
     """Return shell code between two lines that are found among the words of a container program."""
+    try:
+        code = _plan(options, words)
+    except UserError as error:
+        code = f"fail {shlex.quote(str(error))}"
+    return f"# in_job begins\n{code}\n# in_job ends"
+
+
+def _plan(options: argparse.Namespace, words: list[str]) -> str:
     exported, not_exported = beginning.parse_declarations(options.variables)
     set_aside = {name: value for name, value in not_exported.items() if name.startswith(("SLURM_", "SRUN_"))}
     others = {name: value for name, value in not_exported.items() if name not in set_aside}
@@ -63,19 +74,21 @@ def _begin(options: argparse.Namespace) -> str:
         version=options.version,
         repository=options.repository,
         folder=options.folder,
-        plain=options.plain,
+        program=parse(words)[0] if options.plain else None,
     )
-    try:
-        code = beginning.begin(job, _resolve, monitored=options.monitor == "on")
-    except UserError as error:
-        code = f"fail {shlex.quote(str(error))}"
-    return f"# in_job begins\n{code}\n# in_job ends"
+    return beginning.begin(job, _resolve, monitored=options.monitor == "on")
 
 
 def _script(options: argparse.Namespace, words: list[str]) -> str:
     """Return the lines of the log on what the job runs, after a line that is found among other words."""
-    path, *arguments = words
-    script = Script(path, arguments, commit=options.version, repository=options.top_folder)
+    if options.plain:
+        program, arguments = parse(words)
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        script = program.described(program.in_start(restarts, arguments), python=sys.executable)
+    else:
+        path, *arguments = words
+        script = Script(path, arguments)
+    script = replace(script, commit=options.version, repository=options.top_folder)
     with suppress(OSError):  # a full disk
         job_folder.keep_script(options.folder, script)
     lines = beginning.script_lines(script, kit=options.repository)
@@ -139,7 +152,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--version", required=True, help="of the code, by git")
     add("--repository", required=True, help="this checkout")
     add("--monitor", choices=("on", "off"), required=True, help="SITE_MONITOR")
-    add("--plain", action="store_true", help="its script does not use the kit")
     script = questions.add_parser("script")
     add = script.add_argument
     add("--version", required=True, help="of the code of the script, by git")
@@ -162,6 +174,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         add("--begun", action="store_true", help="`begin` has answered")
         add("--from-outside", action="store_true", help="it was sent SIGTERM or SIGHUP")
         add("--failure", required=True, help="the error by which the job script has ended; empty if by none")
+    for question in (begin, script):
+        help_text = "its script does not use the kit; behind -- are the words that name it (program.py)"
+        question.add_argument("--plain", action="store_true", help=help_text)
     for question in (begin, script, back, end):
         add = question.add_argument
         add("--facts", required=True, help="what Slurm says of the job, or nothing")

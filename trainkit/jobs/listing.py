@@ -148,7 +148,7 @@ def _script_words(script: Script | None) -> str:
     """Return the name of a script and its arguments, as far as they fit into a row."""
     if script is None:
         return UNKNOWN
-    words = " ".join(map(beginning.printable, (Path(script.path).name, *script.arguments)))
+    words = " ".join(map(beginning.printable, (script.label, *script.arguments)))
     return words if len(words) <= MOST_OF_A_SCRIPT else f"{words[: MOST_OF_A_SCRIPT - 3]}..."
 
 

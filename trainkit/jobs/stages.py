@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainkit.config.command_line import check_divides
 from trainkit.errors import REPOSITORY, UserError
+from trainkit.jobs.program import Program
 from trainkit.record.columns import DDP, DP, SINGLE, STAGE_FOLDERS
 
 
@@ -18,7 +19,7 @@ class Stage:
 
     Attributes:
         is_users_own: whether `script` is a user's own instead of the stage's; it runs on the same.
-        plain: whether the script does not use the kit, and gets only its own arguments.
+        program: the script as a program that does not use the kit, and gets only its own arguments.
     """
 
     name: str
@@ -26,19 +27,40 @@ class Stage:
     default_gpus: int
     process_per_gpu: bool = False
     is_users_own: bool = False
-    plain: bool = False
+    program: Program | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Return whether the script does not use the kit."""
+        return self.program is not None
 
     @property
     def label(self) -> str:
         """Return the name of its runs, also for jobs and folders, without characters that would do harm."""
-        return re.sub(r"[^\w .+-]", "_", self.script.stem) if self.is_users_own else self.name
+        if not self.is_users_own:
+            return self.name
+        return re.sub(r"[^\w .+-]", "_", self.program.label if self.program else self.script.stem)
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words by which a command line names a user's own script, before its arguments."""
+        return self.program.words if self.program else ["--script", str(self.script)]
+
+    @property
+    def command(self) -> list[str]:
+        """Return the words by which its user would start it, before its arguments."""
+        return self.program.command if self.program else ["python", str(self.script)]
 
     @property
     def job_name(self) -> str:
         """Return the name of its jobs; a user's own script is not one of our trainings on MNIST."""
         return self.label if self.is_users_own else f"mnist-{self.name}"
 
-    def with_script(self, text: str, plain: bool = False) -> "Stage":
+    def with_program(self, program: Program) -> "Stage":
+        """Return the stage with a program that does not use the kit."""
+        return replace(self, script=program.path, is_users_own=True, program=program)
+
+    def with_script(self, text: str) -> "Stage":
         """Return the stage with the user's own script, a path from the current folder or from the stage's.
 
         Raises:
@@ -51,7 +73,7 @@ class Stage:
             raise UserError(f"there is no script {text}, here or in {self.script.parent}: correct its name.")
         if script.suffix != ".py":
             raise UserError(f"{text} does not end in .py: give a Python script.")
-        return replace(self, script=script.absolute(), is_users_own=True, plain=plain)
+        return replace(self, script=script.absolute(), is_users_own=True)
 
 
 STAGES = {
@@ -90,6 +112,8 @@ class Resources:
 def resources(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) -> Resources:
     """Return the shape of a job of `stage` with `gpus` in all; 0: one process per node, on its CPU.
 
+    Where the program starts its ranks itself, it is one process per node, too, with all the GPUs there.
+
     Raises:
         UserError: if the stage cannot use that many, or they do not divide among the nodes.
     """
@@ -102,7 +126,9 @@ def resources(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) ->
         )
     check_divides(gpus, nodes, "nodes", "--gpus")
     gpus_per_node = gpus // nodes
-    tasks_per_node = max(gpus_per_node, 1) if stage.process_per_gpu else 1
+    starts_its_ranks = stage.program is not None and stage.program.one_process_per_node
+    process_per_gpu = stage.process_per_gpu and not starts_its_ranks
+    tasks_per_node = max(gpus_per_node, 1) if process_per_gpu else 1
     gpus_per_task = max(gpus_per_node // tasks_per_node, 1)
     return Resources(
         nodes=nodes,

@@ -17,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
+from trainkit.jobs.program import add_options, from_options, misplaced, note_on_environment, split
 from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
@@ -110,18 +111,22 @@ class Request:
     @property
     def setup(self) -> list[str]:
         """Return what the job's shell does first: all that is the same in every job (slurm/job_env.sh)."""
-        script = [str(self.stage.script), *self.arguments]
-        lines = [*self.environment, f"tell_script {shlex.join(script)}"]
+        lines = [*self.environment, f"tell_script {shlex.join([*self.words, *self.arguments])}"]
         if self.working_dir:
             lines.append(f"cd {shlex.quote(str(self.working_dir))}")
         return lines
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words by which a job script names what it runs, before its arguments."""
+        return self.stage.program.words if self.stage.program else [str(self.stage.script)]
 
     @property
     def environment(self) -> list[str]:
         """Return the part of `setup` that a job script with a line `choose_training` has, too."""
         source = f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}"
         if self.stage.plain:
-            source += " --plain"
+            source += f" {shlex.join(self.words)}"
         return [
             "set -euo pipefail",
             source,
@@ -165,7 +170,8 @@ def _starting_here(request: Request) -> Iterator[Sent]:
         request.folder,
         request.options.data_dir.absolute(),
         request.results_dir,
-        ranks=request.resources.tasks,
+        # One process that starts the ranks itself has as many as GPUs.
+        ranks=max(request.resources.tasks, request.resources.gpus),
         gpus=request.resources.gpus,
         threads=request.threads,
     )
@@ -194,11 +200,16 @@ def _starting_here(request: Request) -> Iterator[Sent]:
 
 def _script_here(request: Request) -> job_folder.Script:
     """Return what a job on this machine runs; for a job of Slurm its node asks git."""
-    script = request.stage.script
-    git = ("git", "-C", str(script.resolve().parent))
-    return job_folder.Script(
-        path=str(script),
-        arguments=[*request.arguments],
+    stage = request.stage
+    if stage.program:
+        script = stage.program.described(request.arguments, python=sys.executable)
+        folder = stage.program.folder
+    else:
+        script = job_folder.Script(path=str(stage.script), arguments=[*request.arguments])
+        folder = stage.script.parent
+    git = ("git", "-C", str(folder.resolve()))
+    return replace(
+        script,
         commit=slurm.ask(*git, "describe", "--always", "--dirty").stdout.strip(),
         repository=slurm.ask(*git, "rev-parse", "--show-toplevel").stdout.strip(),
     )
@@ -302,7 +313,7 @@ def preview(request: Request) -> str:
     """
     check(request)
     if request.why_here:
-        command = shlex.join(["python", str(request.stage.script), *request.arguments])
+        command = shlex.join([*request.stage.command, *request.arguments])
         return f"{request.why_here}: would run as {request.resources.tasks} local process(es) of {command}"
     return job_script(request)
 
@@ -333,10 +344,10 @@ def job_script(request: Request) -> str:
         if value is not True:
             directive += f"={shlex.quote(str(value))}"
         directives.append(directive)
-    training = [str(stage.script), *request.arguments]
+    training = [*request.words, *request.arguments]
     if stage.plain:
         # It takes the place of the stage's own script.
-        training = [str(STAGES[stage.name].script), "--plain", *training]
+        training.insert(0, str(STAGES[stage.name].script))
     script = [
         "#!/bin/bash",
         "# A job of this site, by submit.py --dry-run. Save it, and send it: sbatch job.sh",
@@ -473,17 +484,10 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
     stage = STAGES[stage_name]
     parser = _parser(stage, description)
     own_words, for_training = split(sys.argv[1:])
-    if own_words[-2:] == ["--plain", "-m"]:
-        parser.error("--plain takes a file, not a module: YOUR_TRAINING.md shows one that runs a module")
     own_options, unknown = parser.parse_known_args(own_words)
     if own_options.plain and (unknown or own_options.script):
-        misplaced = unknown[0] if unknown else "--script"
-        parser.error(
-            f"{misplaced} is not for plain scripts: put the arguments of {own_options.plain} after its name"
-        )
-    script = own_options.script or own_options.plain
-    if script:
-        stage = stage.with_script(script, plain=bool(own_options.plain))
+        parser.error(misplaced(unknown[0] if unknown else "--script", own_options.plain))
+    stage = choose_stage(stage, own_options)
     arguments = (*unknown, *for_training)
     why_here = why_local(own_options.local)
     gpus = own_options.gpus
@@ -505,6 +509,22 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
     return request, own_options
 
 
+def choose_stage(stage: Stage, own_options: argparse.Namespace) -> Stage:
+    """Return the stage with the user's own script, where a command line has --script or --plain.
+
+    Raises:
+        UserError: if it is not there, cannot be started, or options for --plain are given without that.
+    """
+    if own_options.plain:
+        return stage.with_program(from_options(own_options, [Path.cwd(), stage.script.parent]))
+    if own_options.python or own_options.when_requeued or own_options.one_process_per_node:
+        raise UserError(
+            "--python, --when-requeued and --one-process-per-node are for plain scripts: put them before "
+            "--plain."
+        )
+    return stage.with_script(own_options.script) if own_options.script else stage
+
+
 def _parser(stage: Stage, description: str) -> Parser:
     parser = Parser(
         description=description,
@@ -519,11 +539,12 @@ def _parser(stage: Stage, description: str) -> Parser:
     )
     parser.add_argument(
         "--plain",
-        metavar="FILE.py",
+        metavar="PROGRAM",
         type=given,
-        help="a script that does not use the kit; everything after it is its own arguments "
-        "(YOUR_TRAINING.md)",
+        help="a script that does not use the kit: train.py, -m package.train, or a program such as run.sh; "
+        "everything after it is its own arguments (YOUR_TRAINING.md)",
     )
+    add_options(parser)
     without_slurm = "" if stage.name == SINGLE else "; without Slurm, all GPUs of this machine, if it has any"
     parser.add_argument(
         "--gpus",
@@ -570,16 +591,8 @@ def announce(request: Request, job: Handle) -> None:
         held_by_this_shell = slurm.job_of_this_shell()
         if held_by_this_shell:
             print_line(f"note: {held_by_this_shell}")
+    if request.stage.program:
+        note = note_on_environment(request.stage.program)
+        if note:
+            print_line(f"note: {note}")
     print_line(job.how_to_follow())
-
-
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split off what always goes to the training: what follows -- or a plain script."""
-    for index, argument in enumerate(arguments):
-        if argument == "--":
-            return arguments[:index], arguments[index + 1 :]
-        option, has_value, _ = argument.partition("=")
-        if option == "--plain":
-            end = index + 1 if has_value else index + 2
-            return arguments[:end], arguments[end:]
-    return arguments, []

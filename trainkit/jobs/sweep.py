@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -255,16 +255,14 @@ class Sweep:
         own_folder = ["--results-dir", str(self.folder / run.name)]
         return (*arguments, *run.options(), "--seed", str(seed), *own_folder)
 
-    def claim(self, script: Path | None = None) -> AbstractContextManager:
-        """Claim the folder for this sweep, for as long as the lock is held; `script` is a user's own.
+    def claim(self, script: Sequence[str] = ()) -> AbstractContextManager:
+        """Claim the folder for this sweep, for as long as the lock is held; `script` names a user's own.
 
         Raises:
             UserError: if it cannot be written to, has other things in it, belongs to a sweep with other
                 options, or another sweep is at work in it.
         """
-        words = [*self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)]
-        if script:
-            words = ["--script", str(script), *words]
+        words = [*script, *self.arguments, "--cpus-per-gpu", str(self.cpus_per_gpu)]
         if self.chdir:
             words = ["--chdir", *words]
         options = shlex.join(words)

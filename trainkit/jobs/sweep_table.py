@@ -22,7 +22,7 @@ ROW, TABLE = "ended.json", "sweep.csv"
 # srun adds.
 LAST_WORDS_OF_THE_KIT = re.compile(r"(watch|why|ended) {3,}|stopped; back to the queue|srun: |slurmstepd: ")
 # Those with which its first lines end.
-FIRST_WORDS_OF_THE_KIT = re.compile(r"(script|code) {4}")
+FIRST_WORDS_OF_THE_KIT = re.compile(r"script {2}|python {2}|code {4}")
 # Of the last line of a log, in characters: the whole is in the CSV.
 MOST_OF_A_LINE = 60
 

@@ -58,7 +58,7 @@ class Training:
             # submitit numbers GPUs from 0; the user may have chosen others.
             os.environ |= dict.fromkeys(VISIBLE, os.environ[GPUS])
         if self.stage.plain:
-            plain.run(self.stage.script, self.arguments, noted=on_this_machine)
+            plain.run(self.stage.program, self.arguments, noted=on_this_machine)
         sys.path.insert(0, str(self.stage.script.parent))
         sys.argv = [
             str(self.stage.script),

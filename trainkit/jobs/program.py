@@ -1,0 +1,255 @@
+"""A program that does not use the kit, and how a job starts it: what stands before --plain, and behind it.
+
+    --plain train.py ...                             a Python script
+    --plain -m package.train ...                     a module, as for `python -m`
+    --plain run.sh ...                               any other program, once in each process
+    --python ~/envs/mine/bin/python --plain ...      with the Python of another environment than the kit's
+    --when-requeued "--resume" --plain ...           with more arguments when the job comes back
+    --one-process-per-node --plain ...               it starts the ranks of its node itself
+
+submit.py, sweep.py, the doctor and the job scripts read these words. jobs/plain.py runs the program in every
+process of a job. It needs only the standard library.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.config.command_line import Parser, given
+from trainkit.errors import UserError
+from trainkit.job_folder import Script
+
+OPTIONS = ("--python", "--when-requeued", "--one-process-per-node")
+# The variables with the environment that is active, and what the folder of such an environment has.
+ACTIVE = {"VIRTUAL_ENV": "pyvenv.cfg", "CONDA_PREFIX": "conda-meta"}
+# How the files of programs begin that Linux can start: scripts with an interpreter, and compiled ones.
+STARTABLE = (b"#!", b"\x7fELF")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that does not use the kit.
+
+    Attributes:
+        path: its file. For a module that is not found from `user_folder`, it is that folder.
+        user_folder: where its user stands. Modules are found from there, wherever the program itself starts.
+        module: the name of the module, or "".
+        python: the Python that runs it, or with which it is surrounded; None for that of the job.
+        when_requeued: more arguments, for every start but the first.
+        one_process_per_node: whether it starts the ranks of its node itself.
+    """
+
+    path: Path
+    user_folder: Path = Path()
+    module: str = ""
+    python: Path | None = None
+    when_requeued: tuple[str, ...] = ()
+    one_process_per_node: bool = False
+
+    @property
+    def label(self) -> str:
+        """Return the name of its runs, for jobs and folders."""
+        return self.module or self.path.stem
+
+    @property
+    def is_python(self) -> bool:
+        """Return whether it is Python code, which a Python has to be started for."""
+        return bool(self.module) or self.path.suffix == ".py"
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of its code."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words by which a command line names it; its arguments come behind them."""
+        words = []
+        if self.python:
+            words += ["--python", str(self.python)]
+        if self.when_requeued:
+            words += ["--when-requeued", shlex.join(self.when_requeued)]
+        if self.one_process_per_node:
+            words.append("--one-process-per-node")
+        return [*words, "--plain", *self.name]
+
+    @property
+    def name(self) -> list[str]:
+        """Return the words behind --plain."""
+        return ["-m", self.module] if self.module else [str(self.path)]
+
+    @property
+    def command(self) -> list[str]:
+        """Return the words by which its user would start it, before its arguments."""
+        start = [str(self.python or "python")] if self.is_python else []
+        return [*start, *self.name]
+
+    def in_start(self, restarts: int, arguments: Sequence[str]) -> list[str]:
+        """Return its arguments in a start of the job, which has come back so often from the queue."""
+        return [*arguments, *(self.when_requeued if restarts else ())]
+
+    def described(self, arguments: Sequence[str], python: str) -> Script:
+        """Return what a job says that it runs, without its commit; `python` is that of the job."""
+        return Script(
+            path=str(self.path),
+            arguments=[*arguments],
+            module=self.module,
+            python=str(self.python or python),
+        )
+
+
+def note_on_environment(program: Program) -> str:
+    """Return which Python runs a program where its user may expect that of the active environment; or ""."""
+    for name in ACTIVE:
+        active = Path(os.environ.get(name, sys.prefix))
+        python = active / "bin" / "python"
+        if program.python is None and active.resolve() != Path(sys.prefix).resolve() and python.exists():
+            return (
+                f"it runs with the job's Python; for the environment that is active here: --python {python}"
+            )
+    return ""
+
+
+def add_options(group: argparse._ActionsContainer) -> None:
+    """Add the options before --plain, which has another help in each command."""
+    group.add_argument(
+        "--python",
+        metavar="FILE",
+        type=given,
+        help="for --plain: the Python that runs the script, such as "
+        "~/envs/mine/bin/python (default: the job's)",
+    )
+    group.add_argument(
+        "--one-process-per-node",
+        action="store_true",
+        help="for --plain: one process per node, which has all of its GPUs and starts its ranks itself",
+    )
+    group.add_argument(
+        "--when-requeued",
+        metavar="WORDS",
+        type=given,
+        help="for --plain: more arguments, for when the job comes back from the queue, such as '--resume'",
+    )
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split off what always goes to the training: what follows -- or the name of a plain program.
+
+    The name itself becomes one word with its option, such as `--plain=-m package.train`.
+    """
+    words = [*words]
+    for index, word in enumerate(words):
+        if word == "--":
+            return words[:index], words[index + 1 :]
+        if word.startswith("--plain="):
+            return words[: index + 1], words[index + 1 :]
+        if word == "--plain":
+            end = index + (3 if words[index + 1 : index + 2] == ["-m"] else 2)
+            name = " ".join(words[index + 1 : end])
+            return [*words[:index], f"--plain={name}"], words[end:]
+    return words, []
+
+
+def parse(words: Sequence[str]) -> tuple[Program, list[str]]:
+    """Return the program that the arguments of a job script name, and its own arguments.
+
+    Raises:
+        UserError: as `from_options`, and for other options than these.
+    """
+    parser = Parser(prog="--plain", add_help=False)
+    parser.add_argument("--plain", type=given)
+    add_options(parser)
+    own_words, arguments = split(words)
+    own_options, unknown = parser.parse_known_args(own_words)
+    if not own_options.plain:
+        raise UserError(
+            f"{', '.join(OPTIONS)} are for plain scripts: put --plain and the script behind them."
+        )
+    if unknown:
+        raise UserError(misplaced(unknown[0], own_options.plain))
+    return from_options(own_options, [Path.cwd()]), arguments
+
+
+def misplaced(word: str, name: str) -> str:
+    """Return what to say of an option before --plain that is not for plain programs."""
+    return f"{word} is not for plain scripts: put the arguments of {name} after its name"
+
+
+def from_options(own_options: argparse.Namespace, folders: Sequence[Path]) -> Program:
+    """Return the program of a command line with `add_options` and --plain.
+
+    Args:
+        own_options: of that command line.
+        folders: where its file is looked for; modules in the first one only.
+
+    Raises:
+        UserError: if it is not there or cannot be started.
+    """
+    name = own_options.plain
+    module = ""
+    if re.match(r"-m\b", name):
+        module = name.removeprefix("-m").strip()
+        path = _file_of(module, folders[0])
+    else:
+        path = _find(name, folders)
+    try:
+        when_requeued = tuple(shlex.split(own_options.when_requeued or ""))
+    except ValueError as error:
+        raise UserError(f"--when-requeued {own_options.when_requeued!r}: {error}.") from None
+    return Program(
+        path=path,
+        user_folder=folders[0],
+        module=module,
+        python=_python(own_options.python) if own_options.python else None,
+        when_requeued=when_requeued,
+        one_process_per_node=own_options.one_process_per_node,
+    )
+
+
+def _file_of(module: str, folder: Path) -> Path:
+    """Return the file of a module, or `folder` if it is not in there: it may be installed."""
+    if not re.fullmatch(r"\w+(\.\w+)*", module):
+        raise UserError(f"--plain -m takes the name of a module, as in -m package.train, not {module!r}.")
+    path = folder.joinpath(*module.split("."))
+    for candidate in (path.with_name(f"{path.name}.py"), path / "__main__.py"):
+        if candidate.is_file():
+            return candidate
+    return folder
+
+
+def _find(name: str, folders: Sequence[Path]) -> Path:
+    path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+    if path is None:
+        correction = "correct its name"
+        submitted_from = os.environ.get("SLURM_SUBMIT_DIR")
+        if submitted_from and Path.cwd() != Path(submitted_from):
+            correction += ", or leave out --chdir"
+        raise UserError(f"there is no script {name} in {' or '.join(map(str, folders))}: {correction}.")
+    if path.suffix != ".py":
+        _check_that_it_starts(path, name)
+    return Path(os.path.normpath(path.absolute()))
+
+
+def _check_that_it_starts(path: Path, name: str) -> None:
+    if not os.access(path, os.X_OK):
+        raise UserError(
+            f"{name} is no Python script (.py), and as a program it cannot be started: chmod +x {name}"
+        )
+    with path.open("rb") as file:
+        begin = file.read(4)
+    if not begin.startswith(STARTABLE):
+        raise UserError(f"{name} does not say what runs it: give it a first line such as #!/bin/bash.")
+
+
+def _python(text: str) -> Path:
+    # Not resolved: in an environment of its own, `python` is a link to the Python that it was made with.
+    path = Path(os.path.normpath(Path(text).expanduser().absolute()))
+    if not path.is_file() or not os.access(path, os.X_OK):
+        example = path / "bin" / "python" if (path / "bin" / "python").exists() else "~/envs/mine/bin/python"
+        raise UserError(f"--python {text} is no program: give the Python of your environment, as {example}.")
+    return path
