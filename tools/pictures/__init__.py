@@ -11,6 +11,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "results/pictures/front.svg": plots.front,
     "results/pictures/choice.svg": plots.choice,
     "01_singlegpu/pictures/batch.svg": plots.batch,
+    "01_singlegpu/pictures/ladder.svg": plots.one_gpu_ladder,
     "01_singlegpu/pictures/timelines.svg": plots.timelines,
     "02_multigpu_dp/pictures/dp_and_ddp.svg": schemes.dp_and_ddp,
     "03_multigpu_ddp/pictures/scaling.svg": plots.scaling,

@@ -347,6 +347,39 @@ def gpt_ladder() -> Picture:
     return picture
 
 
+def one_gpu_ladder() -> Picture:
+    """Images/s of one GPU, made fast line by line."""
+    rows = pd.read_csv(H100 / "one_gpu" / "ladder.csv")
+    rows = rows[~rows.rung.str.startswith("beside")]
+    picture = Picture(
+        "Images per second of a ResNet-18 on one H100, made fast line by line", 66 + 30 * len(rows)
+    )
+    across = Scale(0, 80_000, 130, 740)
+    bottom = 20 + 30 * len(rows)
+    ticks = range(0, 80_001, 20_000)
+    for tick in ticks:
+        picture.line([(across(tick), 14), (across(tick), bottom)], "grid", 1)
+    for number, row in enumerate(rows.itertuples()):
+        top = 18 + 30 * number
+        picture.text(122, top + 16, row.rung, anchor="end")
+        colour = "compute" if row.rung == "on the gpu" else "waiting"
+        picture.rect(130, top, across(row.samples_per_s) - 130, 22, colour, radius=0)
+        words = f"{row.samples_per_s:,.0f}"
+        picture.text(across(row.samples_per_s) + 7, top + 16, words, bold=True, on_lines=True)
+    limits = {
+        "the GPU waits for the loader": ("baseline", "baseline"),
+        "the GPU waits for launches": ("workers", "compile"),
+        "for the loader again": ("reduce-overhead", "captured"),
+    }
+    names = list(rows.rung)
+    for words, (first, last) in limits.items():
+        top, end = 18 + 30 * names.index(first), 40 + 30 * names.index(last)
+        picture.line([(496, top + 2), (502, top + 2), (502, end - 2), (496, end - 2)], "muted", 1.5)
+        picture.text(512, (top + end) / 2 + 4.5, words, on_lines=True)
+    picture.x_axis(across, ticks, bottom, "images/s")
+    return picture
+
+
 def timelines() -> Picture:
     """20 ms of three trainings: the GPU waits for its loader, it waits for launches, and it is busy."""
     rows = pd.read_csv(H100 / "one_gpu" / "timelines.csv")
