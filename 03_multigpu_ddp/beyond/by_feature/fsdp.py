@@ -3,8 +3,6 @@
 Try: torchrun --standalone --nproc-per-node=2 fsdp.py --epochs 2
 """
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,11 +19,12 @@ from trainkit.distributed.launchers import DistEnv
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
 from trainkit.errors import UserError, entrypoint
 from trainkit.training.evaluation import evaluate
+from trainkit.training.kept_memory import kept_bytes
 from trainkit.training.model import Net
 from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import set_float32_precision
 from trainkit.training.run import Run
-from trainkit.training.sharded import Sharded, check_pytorch, local_part
+from trainkit.training.sharded import Sharded, check_pytorch
 from trainkit.tuning import tune_process
 
 
@@ -91,7 +90,7 @@ def main() -> None:
             lr_scheduler.step()
             run.log(loss=loss)
         run.end_of_epoch(epoch, evaluate(model, test_batches, F.nll_loss, autocast))
-    print_memory(model, optimizer)
+    print_memory(optimizer)
     run.finish()
     destroy_distributed()
 
@@ -106,24 +105,12 @@ def split(model: nn.Module, dist_env: DistEnv) -> None:
     fsdp.fully_shard(model, mesh=mesh)
 
 
-def print_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def print_memory(optimizer: torch.optim.Optimizer) -> None:
     """Print on rank 0 what each rank keeps from one step to the next, in MB."""
-    weights = list(model.parameters())
-    # There are none if a run that goes on has nothing left to do.
-    gradients = [parameter.grad for parameter in weights if parameter.grad is not None]
-    # What the optimizer keeps of each parameter; its counters of steps are no share of anything.
-    state = []
-    for parameter_state in optimizer.state.values():
-        state += [tensor for tensor in parameter_state.values() if tensor.dim() > 0]
-    own_share = f"{megabytes(weights):.2f} + {megabytes(gradients):.2f} + {megabytes(state):.2f}"
+    own_share = " + ".join(f"{kept / 1e6:.2f}" for kept in kept_bytes(optimizer))
     shares = process_group.gather(own_share)
     if process_group.is_rank_0():
         errors.print_line(f"MB of weights + gradients + optimizer on each rank: {', '.join(shares)}")
-
-
-def megabytes(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the megabytes of this rank's parts of the tensors."""
-    return sum(local_part(tensor).nbytes for tensor in tensors) / 1e6
 
 
 if __name__ == "__main__":
