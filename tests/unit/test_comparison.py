@@ -693,6 +693,30 @@ def test_tables_fit_a_terminal(plot: Callable, tmp_path: Path) -> None:
     assert "| eval s |" in (tmp_path / "out" / "comparison.md").read_text()
 
 
+def test_a_table_has_the_unit_of_its_trainings(compared: Compared, tmp_path: Path) -> None:
+    """Speeds in tokens/s, if all rows of a section have that unit; otherwise in samples/s, which all have."""
+
+    def write(folder: str, name: str, per_s: float, unit: str, **facts: object) -> None:
+        path = write_run(tmp_path / folder, name, [per_s / 2, per_s, per_s], **facts)
+        rows = "".join(f"{epoch}\t{unit}_per_s\t\t{8 * per_s}\n" for epoch in (2, 3))
+        own = f"1\tgraphs_per_s\ttraining\t{99}\n"  # which the script has logged
+        records.beside(path, "metrics").write_text(f"epoch\tmetric\tof\tvalue\n{own}{rows}")
+
+    write("same", "one", 100, "tokens", model="GPT")
+    write("same", "two", 190, "tokens", model="GPT", **ddp(2))
+    write_run(tmp_path / "same", "of images", [50, 60, 70])
+    write("mixed", "one", 100, "tokens")
+    write_run(tmp_path / "mixed", "two", [100, 190, 190], **ddp(2))
+    seen = compared(tmp_path / "same")
+    assert re.search(r"tokens/s +min..max .*\n.* 800 +800..800 .*\n.* 1520 +1520..1520 +1.90 ", seen.text)
+    assert re.search(r"images/s +min..max .*\n.* 65 +60..70 ", seen.text)
+    speeds = [axes.get_xlabel() for axes in seen.figures["throughput.png"].axes]
+    assert sorted(text.split()[1] for text in speeds) == ["images/s:", "tokens/s:"]
+    assert sorted(seen.table.images_per_s) == [65, 100, 190]
+    seen = compared(tmp_path / "mixed")
+    assert re.search(r"samples/s +min..max .*\n.* 100 +100..100 .*\n.* 190 +190..190 +1.90 ", seen.text)
+
+
 def test_tensorboard_gets_each_epoch_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With metrics of one's own; a second call writes them anew."""
     script = str(ROOT / "results" / "to_tensorboard.py")

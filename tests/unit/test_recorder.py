@@ -17,11 +17,11 @@ from trainkit.record import records
 from trainkit.training.recorder import Recorder
 
 
-def recorder(folder: Path) -> tuple[Recorder, dict[str, object]]:
+def recorder(folder: Path, **options: object) -> tuple[Recorder, dict[str, object]]:
     """A training with another loop, and the parts of it that are saved."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    told = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": folder}
+    told = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": folder} | options
     return Recorder("own", model, optimizer, **told), {"model": model, "optimizer": optimizer}
 
 
@@ -90,6 +90,20 @@ def test_a_start_that_goes_on_has_a_record_of_its_own(saved: dict, tmp_path: Pat
     changed.to_csv(own, index=False)  # a run on two kinds of machines counts in neither
     rows, (skipped,) = comparison.load([tmp_path / "runs"])
     assert rows.empty and own.stem in skipped
+
+
+def test_a_training_has_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the screen, and in the record's metrics; also of a start that goes on."""
+    for first_epoch in (1, 2):
+        run, parts = recorder(tmp_path, unit="tokens", per_sample=8)
+        run.load(tmp_path / "saved.pt", parts)
+        run.epoch(4, 2.0, 0.5, perplexity=3)
+        run.save(tmp_path / "saved.pt", parts)
+        assert f"epoch {first_epoch}/3: train loss 0.5000, 16 tokens/s" in capsys.readouterr().out
+        file = max((tmp_path / "runs").glob("*.csv"), key=lambda path: path.stat().st_mtime_ns)
+        assert records.read(file)[0]["images_per_s"] == 2
+        metrics = {(row["metric"], row["of"]): row["value"] for row in records.read_metrics(file)}
+        assert metrics == {("tokens_per_s", ""): 16, ("perplexity", "epoch"): 3}
 
 
 def test_an_epoch_that_could_not_be_written_is_written_once(saved: dict, tmp_path: Path) -> None:

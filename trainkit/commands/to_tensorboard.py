@@ -49,13 +49,8 @@ def _write(run_id: str, rows: pd.DataFrame, logger: TensorBoardLogger) -> None:
     logger.start(run_id, config_of(rows.iloc[-1].to_dict()), first_epoch=rows.epoch.min())
     # Each start has a file of its own. Of its epochs, those count that no later start has made again.
     for file, rows_of_start in rows.groupby("file", sort=False):
-        metrics = _metrics(Path(file))
+        metrics = records.read_metrics(Path(file))
         for row in rows_of_start.to_dict("records"):
             epoch = row["epoch"]
             logger.log(epoch, curves(row, [metric for metric in metrics if metric["epoch"] == epoch]))
     logger.finish()
-
-
-def _metrics(file: Path) -> list[records.Row]:
-    """Read the metrics next to a record; none if there is no such file."""
-    return records.read_metrics(file) if records.beside(file, "metrics").exists() else []

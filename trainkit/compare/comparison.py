@@ -54,7 +54,8 @@ def load(paths: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
 
     Returns:
         Rows with all columns of a record, and `start`, the `run_id` of the start that made the epoch; `file`,
-        the name of the CSV that it stands in; and `slow_rank`, a clause on the rank that holds up the others
+        the name of the CSV that it stands in; `unit` and `per_sample`, as `records.speed_unit` returns them
+        (of the file's first start); and `slow_rank`, a clause on the rank that holds up the others
         in the whole run, or "". Then the sentences.
 
     Raises:
@@ -107,7 +108,7 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     data. `variant` names the settings that differ within the section. With a `target` (% accuracy),
     `target_s` and `target_train_s` are the seconds, all and of training, until it was first reached: medians
     over the `target_runs` that did. `scripts` are the digests of the scripts' texts, and `rates` the learning
-    rates of the epochs.
+    rates of the epochs. `unit` and `per_sample` are as `load` returns them; `in_its_unit` uses them.
     """
     rows = rows.assign(configuration=rows.groupby(CONFIGURATION).ngroup())
     of_all_epochs = rows.groupby("configuration")
@@ -126,6 +127,8 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
         peak_memory_mb=of_steady_epochs.peak_memory_mb.max().combine_first(
             of_all_epochs.peak_memory_mb.max()
         ),
+        unit=of_all_epochs.unit.first(),
+        per_sample=of_all_epochs.per_sample.first(),
         scripts=of_all_epochs.script.agg(_digests),
         rates=pd.Series({number: variants.rates_as_text(group) for number, group in of_all_epochs}),
         runs=run_lengths.size(),
@@ -140,6 +143,18 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     table["variant"] = _by_section(table, SECTION_BY, _variants)
     settings = [name for name in MUST_BE_EQUAL if name != "images"]
     return table.sort_values([*settings, "stage", "devices", "nodes"], key=_sort_key)
+
+
+def in_its_unit(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Return the table with its speeds in the unit that all of its rows have, and that unit.
+
+    Rows of several units keep the speeds in samples.
+    """
+    if table.unit.nunique() > 1:
+        return table, "samples"
+    speeds = ["images_per_s", "slowest", "fastest"]
+    scaled = table[speeds].mul(table.per_sample, axis="index")
+    return table.assign(**scaled), table.unit.iloc[0]
 
 
 def compare(table: pd.DataFrame) -> pd.DataFrame:
@@ -257,7 +272,9 @@ def _starts_in(file: Path, skipped: list[str]) -> dict[str, list[records.Row]]:
     except records.RecordError as error:
         skipped.append(str(error))
         return {}
-    return records.by_run(row | {"file": str(file)} for row in rows)
+    unit, per_sample = records.speed_unit(rows, _metrics_beside(file, skipped))
+    of_file = {"file": str(file), "unit": unit, "per_sample": per_sample}
+    return records.by_run(row | of_file for row in rows)
 
 
 def _rank_rows_beside(file: Path, skipped: list[str]) -> list[records.Row]:
@@ -266,6 +283,14 @@ def _rank_rows_beside(file: Path, skipped: list[str]) -> list[records.Row]:
         return []
     try:
         return records.read_ranks(file)
+    except records.RecordError as error:
+        skipped.append(str(error))
+        return []
+
+
+def _metrics_beside(file: Path, skipped: list[str]) -> list[records.Row]:
+    try:
+        return records.read_metrics(file)
     except records.RecordError as error:
         skipped.append(str(error))
         return []

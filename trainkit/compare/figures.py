@@ -178,6 +178,7 @@ def _add_legend(figure: Figure) -> None:
 
 
 def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
+    section, unit = comparison.in_its_unit(section)
     below = section.images_per_s - section.slowest
     above = section.fastest - section.images_per_s
     bars = axes.barh(
@@ -196,7 +197,7 @@ def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
     # Room for the values, and none above and below the bars.
     axes.margins(x=0.12, y=0.02)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("training images/s: median, min to max")
+    axes.set_xlabel(f"training {unit}/s: median, min to max")
     _tidy(axes, "x")
 
 

@@ -19,6 +19,8 @@ class _Shown(NamedTuple):
     format: str = ""
 
 
+# The header of the speeds; where a training has another unit, `report` puts that in its place.
+SPEED = "images/s"
 # By their headers, with the units.
 SHOWN = {
     "stage": _Shown("stage"),
@@ -26,7 +28,7 @@ SHOWN = {
     "nodes": _Shown("nodes", "d"),
     "batch": _Shown("global_batch", "d"),
     "variant": _Shown("variant"),
-    "images/s": _Shown("images_per_s", ".0f"),
+    SPEED: _Shown("images_per_s", ".0f"),
     "min..max": _Shown("spread"),
     "speedup": _Shown("speedup", ".2f"),
     "eff. %": _Shown("efficiency_percent", ".0f"),
@@ -57,7 +59,7 @@ SILENT_CELLS = {"", "1", "-"}
 # Characters of a line of the table on a terminal.
 MOST_CHARACTERS = 120
 LEGEND = (
-    "images/s: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
+    "{speeds}: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
     "speedup, eff. %: against one device of the same kind. "
     "wall s: from the start of the process (rank 0) to its last evaluation."
 )
@@ -80,17 +82,27 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     """
     rows, skipped = comparison.load_some(paths)
     table = comparison.compare(comparison.summarize(rows, target))
-    shown, legends = as_text(table, target)
-    notes = legends + _notes(rows, skipped)
+    sections = []
+    speed_of = {}
+    for task, section in table.groupby(SECTION_BY):
+        in_its_unit, unit = comparison.in_its_unit(section)
+        sections.append(in_its_unit)
+        speed_of[task] = f"{unit}/s"
+    shown, legends = as_text(pd.concat(sections).loc[table.index], target)
+    notes = legends + _notes(rows, skipped, set(speed_of.values()))
     conclusion = verdict(table)
     narrow, omitted = _for_a_terminal(shown)
     blocks = [conclusion]
-    for (dataset, model, device), section in table.groupby(SECTION_BY):
+    for task, section in table.groupby(SECTION_BY):
+        dataset, model, device = task
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings = comparison.common(section)
-        blocks += [f"## {title}", settings, page.markdown(shown.loc[section.index])]
+        headers = {SPEED: speed_of[task]}
+        shown_section = shown.loc[section.index].rename(columns=headers)
+        blocks += [f"## {title}", settings, page.markdown(shown_section)]
         # The terminal first: it is useful even if nothing can be written.
-        print_line(f"{title}: {settings}\n\n{page.plain(narrow.loc[section.index])}\n")
+        narrow_section = narrow.loc[section.index].rename(columns=headers)
+        print_line(f"{title}: {settings}\n\n{page.plain(narrow_section)}\n")
     sentences = [*notes, f"In comparison.md only: {', '.join(omitted)}."]
     print_line("\n".join(map(page.wrapped, sentences)) + "\n")
     with page.writing_to(out):
@@ -125,14 +137,16 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     if not tables:
         raise UserError(f"no runs found in {', '.join(map(str, folders))}. {' '.join(left_out)}")
     table = comparison.beneath_each_other(pd.concat(tables, ignore_index=True))
-    shown, legends = as_text(table, target)
+    in_its_unit, unit = comparison.in_its_unit(table)
+    shown, legends = as_text(in_its_unit, target)
+    shown = shown.rename(columns={SPEED: f"{unit}/s"})
     omitted = [name for name in LEAST_NEEDED if name in shown and name != "eff. %"]
     shown = shown.drop(columns=omitted)
     shown.insert(0, "folder", table.folder)
     for column, header in (("device_name", "device"), ("model", "model"), ("dataset", "dataset")):
         if table[column].nunique() > 1:
             shown.insert(1, header, table[column])
-    notes = legends + _notes(pd.concat(rows_of_all), left_out)
+    notes = legends + _notes(pd.concat(rows_of_all), left_out, {f"{unit}/s"})
     lines = map(page.wrapped, notes)
     print_line(f"{page.plain(shown)}\n\n" + "\n".join(lines) + "\n")
     with page.writing_to(out):
@@ -146,7 +160,10 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
 
 
 def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFrame, list[str]]:
-    """Return the table with all cells as text, and the meaning of marks and columns not in every table."""
+    """Return the table with all cells as text, and the meaning of marks and columns not in every table.
+
+    The speeds stand under `SPEED`, whatever their unit.
+    """
     notes = [_note(row) for row in table.itertuples()]
     mark_of_note = {}
     for note in notes:
@@ -210,8 +227,8 @@ def _for_a_terminal(shown: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     return shown, omitted
 
 
-def _notes(rows: pd.DataFrame, skipped: list[str]) -> list[str]:
-    notes = [LEGEND]
+def _notes(rows: pd.DataFrame, skipped: list[str], speeds: set[str]) -> list[str]:
+    notes = [LEGEND.format(speeds=", ".join(sorted(speeds)))]
     if "synthetic" in set(rows.dataset):
         notes.append("SYNTHETIC DATA: generated digits, NOT MNIST. Its accuracies say nothing about MNIST.")
     for device_name in sorted(set(rows.device_name)):

@@ -513,8 +513,9 @@ def _ending(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> _End
         csvs = sweep.finished(run.name)
     if not csvs:
         return _Ending(f"failed: it has left no CSV with all epochs (log: {handle.log})", well=False)
-    last = records.read(csvs[-1])[-1]
-    return _Ending(f"finished: {last['images_per_s']:,.0f} images/s", well=True)
+    rows = records.read(csvs[-1])
+    unit, per_sample = records.speed_unit(rows, records.read_metrics(csvs[-1]))
+    return _Ending(f"finished: {rows[-1]['images_per_s'] * per_sample:,.0f} {unit}/s", well=True)
 
 
 def _keep_row(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> None:

@@ -37,6 +37,9 @@ SLOW_RANK_FACTOR = 1.25
 # Why a run ended: nothing ended it earlier, or the script itself did.
 ALL_EPOCHS = "all epochs"
 ITS_LOOP = "its loop ended"
+# The unit of a speed, unless a training has another one, and how a metric is named that has a speed.
+IMAGES = "images"
+PER_SECOND = "_per_s"
 # Characters of the stage that the name of a file may have.
 MOST_STAGE_CHARACTERS = 40
 # Of a training that goes on: what has to be the same (a Recorder compares it; a Run has its checkpoints do
@@ -65,6 +68,8 @@ class RecordWriter:
         folder: `<results_dir>/runs`, created if it is not there; None writes nothing, as in a dry run.
         facts: columns that the training knows at its start. For others their `Column.default` counts.
         loggers: what else gets each epoch, as loggers.py says; nothing without a folder.
+        unit, per_sample: in which a speed is told, and how many of it a sample has; another unit than images
+            makes the speed in it a metric, as `speed_unit` reads it.
 
     Raises:
         UserError: if the folder cannot be written to, or a fact could not be read back: before the training,
@@ -74,7 +79,15 @@ class RecordWriter:
     # A second training in a process does not begin with the process.
     _trainings_of_this_process = 0
 
-    def __init__(self, folder: Path | None, facts: Row, loggers: Iterable[Logger] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        facts: Row,
+        loggers: Iterable[Logger] = (),
+        *,
+        unit: str = IMAGES,
+        per_sample: float = 1,
+    ) -> None:
         is_first_training = RecordWriter._trainings_of_this_process == 0
         RecordWriter._trainings_of_this_process += 1
         self._began = process_start() if is_first_training else time.monotonic()
@@ -96,6 +109,8 @@ class RecordWriter:
         # Of the training's first start.
         self._first_run_id = self.facts["run_id"]
         self._loggers = list(loggers) if folder else []
+        self._unit = unit
+        self._per_sample = per_sample
         self.rows: list[Row] = []
         self._of_ranks: list[Row] = []
         self._metrics: list[Row] = []
@@ -122,6 +137,10 @@ class RecordWriter:
         }
         row = self.facts | of_the_clock | row
         metrics = list(metrics)
+        if self._unit != IMAGES:
+            speed = row["images_per_s"] * self._per_sample
+            name = f"{self._unit}{PER_SECOND}"
+            metrics.insert(0, {"epoch": epoch, "metric": name, "of": "", "value": speed})
         try:
             _check(row, READERS)
             for metric in metrics:
@@ -287,12 +306,30 @@ def read_ranks(path: Path) -> list[Row]:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Read the rows of the metrics next to a run's CSV, each cell as `METRIC_COLUMNS` says.
+    """Read the rows of the metrics next to a run's CSV, each cell as `METRIC_COLUMNS` says; [] without any.
 
     Raises:
         RecordError: as `read`.
     """
-    return _read(beside(path, "metrics"), METRIC_COLUMNS, delimiter="\t")
+    file = beside(path, "metrics")
+    return _read(file, METRIC_COLUMNS, delimiter="\t") if file.exists() else []
+
+
+def speed_unit(rows: Iterable[Row], metrics: Iterable[Row]) -> tuple[str, float]:
+    """Return the unit of a start's speeds, and how many of it a sample has.
+
+    Args:
+        rows: of the start.
+        metrics: of the same, as `read_metrics` returns them.
+    """
+    images_per_s = {row["epoch"]: row["images_per_s"] for row in rows}
+    for metric in metrics:
+        # A metric of the script's own is always of something.
+        is_speed = metric["of"] == "" and metric["metric"].endswith(PER_SECOND)
+        if is_speed and metric["epoch"] in images_per_s:
+            per_sample = metric["value"] / images_per_s[metric["epoch"]]
+            return metric["metric"].removesuffix(PER_SECOND), per_sample
+    return IMAGES, 1
 
 
 def read_all_reduce(path: Path) -> list[Row]:

@@ -14,7 +14,7 @@ from trainkit.distributed import process_group
 from trainkit.errors import UserError, first_line
 from trainkit.record.columns import OWN_LOOP
 from trainkit.record.loggers import Logger
-from trainkit.record.records import ALL_EPOCHS, ITS_LOOP, SAME, RecordWriter, Row
+from trainkit.record.records import ALL_EPOCHS, IMAGES, ITS_LOOP, SAME, RecordWriter, Row
 from trainkit.training import facts, identity, screen
 from trainkit.training.checkpoint import report_stop
 from trainkit.training.drift import Drift
@@ -47,6 +47,8 @@ class Recorder:
         weights_differ: between the ranks, rightly, as in local SGD or in a pipeline. Otherwise the training
             ends after the first epoch if each rank has trained by itself.
         loggers: what gets each epoch besides the record, such as TensorBoardLogger.
+        unit: in which the speed is told, such as "graphs"; by default `samples` are images.
+        per_sample: units in a sample, such as the tokens in a window.
         results_dir: by default that of the job, or `results` in this checkout.
 
     Raises:
@@ -68,6 +70,8 @@ class Recorder:
         lr_scheduler: object | None = None,
         weights_differ: bool = False,
         loggers: Sequence[Logger] = (),
+        unit: str = IMAGES,
+        per_sample: float = 1,
         results_dir: Path | str | None = None,
     ) -> None:
         self._optimizer = inner_optimizer(optimizer)
@@ -97,7 +101,11 @@ class Recorder:
             known, devices=dist_env.world_size, nodes=dist_env.num_nodes, batch=batch_size
         )
         self._epochs = epochs
-        self._record = process_group.on_rank_0(lambda: _open_record(results.absolute(), columns, loggers))
+        self._unit = unit
+        self._per_sample = per_sample
+        self._record = process_group.on_rank_0(
+            lambda: self._open_record(results.absolute(), columns, loggers)
+        )
         # What an optimizer that has made steps began with is known from the record alone.
         self._must_be_equal = (*SAME, "precision")
         if not self._optimizer.state:
@@ -105,6 +113,13 @@ class Recorder:
         self.first_epoch = self._epoch = 1
         self._drift = None if weights_differ else Drift([model])  # until the first epoch is compared
         self._stop_signal: StopSignal | None = None
+
+    def _open_record(self, results_dir: Path, columns: Row, loggers: Sequence[Logger]) -> RecordWriter:
+        record = RecordWriter(
+            results_dir / "runs", columns, loggers, unit=self._unit, per_sample=self._per_sample
+        )
+        screen.print_start(record.facts)
+        return record
 
     def should_stop(self) -> bool:
         """Return whether USR2 or SIGTERM asked any rank to stop; the answer is the same on all ranks.
@@ -174,7 +189,7 @@ class Recorder:
 
     def _write_row(self, row: Row, of_devices: list[Row], metrics: list[Row]) -> None:
         row = self._record.add(row, of_devices, metrics)
-        screen.print_epoch(row, of_devices, self._epochs)
+        screen.print_epoch(row, of_devices, self._epochs, self._unit, self._per_sample)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a checkpoint has to keep to continue the record; rank 0's counts."""
@@ -250,12 +265,6 @@ class Recorder:
         else:
             self._record.finish(ALL_EPOCHS if self._epoch > self._epochs else ITS_LOOP)
             screen.print_end(self._record, self._epochs)
-
-
-def _open_record(results_dir: Path, columns: Row, loggers: Sequence[Logger]) -> RecordWriter:
-    record = RecordWriter(results_dir / "runs", columns, loggers)
-    screen.print_start(record.facts)
-    return record
 
 
 def _check(parts: dict[str, object]) -> None:

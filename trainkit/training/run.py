@@ -25,7 +25,7 @@ from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable
 from trainkit.record.columns import OWN_OPTIMIZER
 from trainkit.record.loggers import Logger
-from trainkit.record.records import ALL_EPOCHS, ITS_LOOP, RecordWriter, Row
+from trainkit.record.records import ALL_EPOCHS, IMAGES, ITS_LOOP, RecordWriter, Row
 from trainkit.signals import unblock_stop_signals
 from trainkit.training import clock, facts, identity, optim, screen
 from trainkit.training.checkpoint import PARTS_OF_RUN, Checkpointer
@@ -80,8 +80,8 @@ class Run:
     extra_state: dict[str, object] = field(default_factory=dict)
     # State that differs by rank: each rank gets its own back, from a checkpoint of as many ranks.
     per_rank_state: dict[str, object] = field(default_factory=dict)
-    unit: str = "images"  # of the printed speed
-    per_sample: int = 1  # units in a sample, such as tokens in a window
+    unit: str = IMAGES  # of the speed, on the screen, in the record's metrics and in tables
+    per_sample: float = 1  # units in a sample, such as tokens in a window
     loggers: Sequence[Logger] = ()  # what gets each epoch besides the record, such as TensorBoardLogger
     # A network that is split over the ranks, for the checkpoints and the weights at the end.
     sharded: "Sharded | None" = None
@@ -128,7 +128,7 @@ class Run:
 
     def _open_record_on_rank_0(self, columns: Row) -> RecordWriter:
         folder = None if self.options.dry_run else self.options.results_dir / "runs"
-        record = RecordWriter(folder, columns, self.loggers)
+        record = RecordWriter(folder, columns, self.loggers, unit=self.unit, per_sample=self.per_sample)
         if folder and self.options.save_model:
             fix = "give another --results-dir."
             check_writable(self.options.results_dir / "models", "the weights", fix)
@@ -454,9 +454,6 @@ class Run:
             "learning_rate": self.trained.learning_rate,
             "peak_memory_mb": max(row["peak_memory_mb"] for row in of_ranks),
         }
-        if self.unit != "images":
-            speed = Metric(f"{self.unit}_per_s", "training", images_per_s * self.per_sample)
-            metrics = [speed, *metrics]
         row = self._record.add(row, of_ranks, [{"epoch": epoch} | metric._asdict() for metric in metrics])
         screen.print_epoch(row, of_ranks, self.options.epochs, self.unit, self.per_sample)
 

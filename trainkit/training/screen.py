@@ -36,9 +36,7 @@ def print_start(facts: Row) -> None:
     )
 
 
-def print_epoch(
-    row: Row, of_ranks: list[Row], epochs: int, unit: str = "images", per_sample: int = 1
-) -> None:
+def print_epoch(row: Row, of_ranks: list[Row], epochs: int, unit: str, per_sample: float) -> None:
     """Print the line of an epoch, and past the first one which rank holds up the others.
 
     Args:
