@@ -36,7 +36,9 @@ TRAININGS = {
     f"{BEYOND}/by_feature/fsdp.py": "--how",
     f"{BEYOND}/complete/gan.py": "",
     f"{BEYOND}/complete/gpt.py": """
-        --checkpoint-activations --compile --context --heads --how --layers --shards --vocabulary""",
+        --checkpoint-activations --compile --context --heads --layers --shards --vocabulary""",
+    f"{BEYOND}/complete/gpt_fsdp.py": """
+        --checkpoint-activations --compile --context --heads --layers --shards --vocabulary""",
     f"{BEYOND}/complete/lightning/mnist_lightning.py": "",
     f"{BEYOND}/by_feature/local_sgd.py": "--average-every",
     f"{BEYOND}/by_feature/loggers.py": "--logger",
@@ -121,7 +123,7 @@ def test_every_command_is_listed() -> None:
     assert commands == {*EVERY} | WITHOUT
 
 
-SPLIT_NETWORKS = ("fsdp.py", "gpt.py", "pipeline.py")  # an older PyTorch cannot import what they need
+SPLIT_NETWORKS = ("fsdp.py", "gpt_fsdp.py", "pipeline.py")  # an older PyTorch cannot import what they need
 
 
 class Listed(BaseException):

@@ -196,7 +196,7 @@ def test_a_command_of_the_documents_runs(
     Where it is a program and its options, a process that has PyTorch loaded stands in for the shell, and for
     torchrun.
     """
-    if re.search(r"\b(fsdp|gpt|pipeline)\.py", command) and torch.__version__ < sharded.NEEDED:
+    if re.search(r"\b(fsdp|gpt_fsdp|pipeline)\.py", command) and torch.__version__ < sharded.NEEDED:
         pytest.skip(f"needs PyTorch {sharded.NEEDED} or newer")
     shorter = command
     if "--epochs" in command and "mixed_precision" not in command:

@@ -1,4 +1,4 @@
-"""The GPT on generated text: 1 and 2 ranks, whole and split, train alike; no loss is below its floor."""
+"""The GPTs on generated text: 1 and 2 ranks, whole and split, train alike; no loss is below its floor."""
 
 import itertools
 import math
@@ -36,13 +36,12 @@ from trainkit.training import sharded
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
 )
-SCRIPT = COMPLETE / "gpt.py"
+WHOLE, SPLIT = COMPLETE / "gpt.py", COMPLETE / "gpt_fsdp.py"
 # Two epochs of 10 steps.
 SMALL = ("--width", 16, "--heads", 2, "--context", 16, "--shards", 1, "--batch-size", 12, "--train-size", 120)
 SMALL += ("--test-size", 31, "--epochs", 2, "--lr-warmup-images", 48, "--timeout", 60, "--save-model")
 RECOMPUTE = ("--checkpoint-activations",)
-HOW = ("ddp", "shard")
-TRAININGS = list(itertools.product(HOW, (1, 2), ((), RECOMPUTE)))[1:]  # the first is `whole`
+TRAININGS = list(itertools.product((WHOLE, SPLIT), (1, 2), ((), RECOMPUTE)))[1:]  # the first is `whole`
 Train = Callable[..., str]
 # Adam makes a step of full length of any gradient, however small.
 ROUNDING = {"loss": 1e-4, "weight": 1e-3}
@@ -50,7 +49,7 @@ ROUNDING = {"loss": 1e-4, "weight": 1e-3}
 
 @pytest.fixture
 def beyond(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.syspath_prepend(COMPLETE)
 
 
 @pytest.fixture
@@ -69,9 +68,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(script: Script, texts: Path) -> Train:
     """Trains, which has to go well; returns what all ranks have told."""
 
-    def run(folder: Path, *arguments: object, ranks: int, path: tuple = (SCRIPT,)) -> str:
+    def run(folder: Path, *arguments: object, ranks: int, path: Path = WHOLE, around: tuple = ()) -> str:
         given = (*SMALL, "--data-dir", texts, "--results-dir", folder, *arguments)
-        done = succeeded(script(*path, *given, ranks=ranks))
+        done = succeeded(script(*around, path, *given, ranks=ranks))
         return done.stdout + done.stderr
 
     return run
@@ -85,25 +84,45 @@ def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("how", "ranks", "recompute"), TRAININGS)
+@pytest.mark.parametrize(("path", "ranks", "recompute"), TRAININGS)
 def test_whole_or_split_with_activations_kept_or_not_it_trains_alike(
-    how: str, ranks: int, recompute: tuple, whole: Path, train: Train, tmp_path: Path
+    path: Path, ranks: int, recompute: tuple, whole: Path, train: Train, tmp_path: Path
 ) -> None:
-    train(tmp_path, "--how", how, *recompute, ranks=ranks)
+    """Only the memory differs: of what is split, each rank keeps its share."""
+    train(tmp_path, *recompute, ranks=ranks, path=path)
     assert_same_end(tmp_path, whole, **ROUNDING)
     facts = {tuple(row[name] for name in ("model", "images", "test_images")) for row in rows_of(tmp_path)}
     assert facts == {("GPT", 120, 31 * 16)}
+    shares = ranks if path == SPLIT else 1
+    assert kept_mb(tmp_path) == pytest.approx({name: mb / shares for name, mb in kept_mb(whole).items()})
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_a_run_that_was_stopped_ends_as_one_in_one_go(
-    how: str, whole: Path, train: Train, tmp_path: Path
+def kept_mb(folder: Path) -> dict[str, float]:
+    """What rank 0 kept of weights, gradients and optimizer state, in the last epoch."""
+    (path,) = (folder / "runs").glob("*.csv")
+    return {one["of"]: one["value"] for one in records.read_metrics(path) if one["metric"] == "kept_mb"}
+
+
+def test_split_in_bf16_it_learns_as_in_fp32_and_keeps_weights_in_fp32(
+    whole: Path, train: Train, tmp_path: Path
 ) -> None:
-    """After its first step; the weights that were best are those of the end here."""
+    train(tmp_path, "--precision", "bf16", ranks=2, path=SPLIT)
+    losses, in_fp32 = ([row["train_loss"] for row in rows_of(folder)] for folder in (tmp_path, whole))
+    assert losses == pytest.approx(in_fp32, rel=1e-3) and losses != pytest.approx(in_fp32, rel=1e-6)
+    assert kept_mb(tmp_path) == pytest.approx({name: mb / 2 for name, mb in kept_mb(whole).items()})
+
+
+@pytest.mark.parametrize(("path", "ranks"), [(WHOLE, 2), (SPLIT, 1)])
+def test_a_run_that_was_stopped_ends_as_one_in_one_go(
+    path: Path, ranks: int, whole: Path, train: Train, tmp_path: Path
+) -> None:
+    """After its first step with two ranks; the weights that were best are those of the end here."""
     checkpoints = tmp_path / "checkpoints"
-    goes_on = ("--how", how, "--checkpoint-dir", checkpoints, "--resume", "auto")
-    assert "stopped after step 1 of epoch 1" in train(tmp_path, *goes_on, ranks=2, path=(*STOPS, 1, SCRIPT))
-    assert f"resumed from {checkpoints / 'epoch-1-step-1.pt'}" in train(tmp_path, *goes_on, ranks=2)
+    goes_on = ("--checkpoint-dir", checkpoints, "--resume", "auto")
+    told = train(tmp_path, *goes_on, ranks=2, path=path, around=(*STOPS, 1))
+    assert "stopped after step 1 of epoch 1" in told
+    told = train(tmp_path, *goes_on, ranks=ranks, path=path)
+    assert f"resumed from {checkpoints / 'epoch-1-step-1'}" in told
     assert_same_end(tmp_path, whole, **ROUNDING)
     best = torch.load(checkpoints / "best.pt", weights_only=True)
     torch.testing.assert_close(best, weights_of(tmp_path), rtol=0, atol=0)
@@ -203,10 +222,10 @@ def test_windows_cover_each_shard_and_share_one_token(gpt_data: ModuleType, tmp_
 
 
 def test_operations_are_counted_as_pytorch_counts_them(beyond: None) -> None:
-    import gpt
     import gpt_metrics
+    import gpt_model
 
-    model = gpt.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)
+    model = gpt_model.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)
     tokens = torch.zeros(2, 64).long()
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
         model(tokens).sum().backward()
@@ -214,11 +233,11 @@ def test_operations_are_counted_as_pytorch_counts_them(beyond: None) -> None:
 
 
 def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:
-    import gpt
+    import gpt_model
 
-    opts = parse_options("", ["--batch-size", "64", "--lr", "1"], **gpt.OPTIONS)
-    model = gpt.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)
-    optimizer, lr_scheduler = gpt.build_optimizer(opts, model, steps=100)
+    opts = parse_options("", ["--batch-size", "64", "--lr", "1"], **gpt_model.OPTIONS)
+    model = gpt_model.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)
+    optimizer, lr_scheduler = gpt_model.build_optimizer(opts, model, steps=100)
     decays = {
         weights.dim(): group["weight_decay"]
         for group in optimizer.param_groups

@@ -44,7 +44,7 @@ pytestmark = [
 ]
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, finds {GPUS}")
 
-CAPTURED, GPT = BY_FEATURE / "captured.py", COMPLETE / "gpt.py"
+CAPTURED = BY_FEATURE / "captured.py"
 SHORT = ("--epochs", 2, "--train-size", 6400 * max(GPUS, 1), "--batch-size", 64 * max(GPUS, 1))
 
 
@@ -199,14 +199,15 @@ def test_what_cannot_be_captured_is_one_sentence(line: str, before: str, why: st
     assert why in failed(run(script, "--results-dir", tmp_path))
 
 
-@pytest.mark.parametrize("how", ["ddp", "shard"])
-def test_a_gpt_in_bf16_and_compiled_trains_as_in_fp32(how: str, tmp_path: Path) -> None:
-    small = ("--how", how, "--width", 128, "--context", 128, "--shards", 1, "--data-dir", tmp_path)
+@pytest.mark.parametrize(("script", "name"), [("gpt.py", "gpt-ddp"), ("gpt_fsdp.py", "gpt-fsdp")])
+def test_a_gpt_in_bf16_and_compiled_trains_as_in_fp32(script: str, name: str, tmp_path: Path) -> None:
+    gpt = COMPLETE / script
+    small = ("--width", 128, "--context", 128, "--shards", 1, "--data-dir", tmp_path)
     # At the usual rate it leaps, and where to depends on the last digit.
     small += ("--train-size", 640, "--test-size", 64, "--epochs", 2, "--lr-warmup-images", 320, "--lr", 0.001)
-    plain = train(GPT, tmp_path / "plain", *small)[-1]
-    fast = train(GPT, tmp_path / "fast", *small, "--precision", "bf16", "--compile")[-1]
-    assert (fast["precision"], fast["stage"], plain["stage"]) == ("bf16", f"gpt-{how}-compiled", f"gpt-{how}")
+    plain = train(gpt, tmp_path / "plain", *small)[-1]
+    fast = train(gpt, tmp_path / "fast", *small, "--precision", "bf16", "--compile")[-1]
+    assert (fast["precision"], fast["stage"], plain["stage"]) == ("bf16", f"{name}-compiled", name)
     assert fast["test_loss"] == pytest.approx(plain["test_loss"], rel=0.005)
 
 

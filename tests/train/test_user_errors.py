@@ -105,7 +105,7 @@ def test_a_bad_option_of_an_example_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     example, *options = command.split()
-    if example in ("gpt", "pipeline") and torch.__version__ < sharded.NEEDED:
+    if example == "pipeline" and torch.__version__ < sharded.NEEDED:
         pytest.skip(f"needs PyTorch {sharded.NEEDED} or newer")
     error = one_error(
         script(next(BEYOND.glob(f"*/{example}.py")), *options, "--results-dir", tmp_path, ranks=1)

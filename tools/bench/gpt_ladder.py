@@ -3,9 +3,9 @@
 Try: PYTHONPATH=. python3 tools/bench/gpt_ladder.py --out results/sample/h100/gpt_ladder.csv
 
 124 million weights on one GPU, or, with --cpu, 7 million on two ranks of a CPU. Each section is a training by
-beyond/complete/gpt.py of stage 03 in a separate process, with its own time limit. Its row is written to the
-CSV as soon as it is known; the table of all is printed at the end. A failed section has its error instead of
-numbers. Name sections to run only these.
+beyond/complete/gpt.py or gpt_fsdp.py of stage 03 in a separate process, with its own time limit. Its row is
+written to the CSV as soon as it is known; the table of all is printed at the end. A failed section has its
+error instead of numbers. Name sections to run only these.
 """
 
 import csv
@@ -25,7 +25,7 @@ from trainkit.config.command_line import Parser, one_of
 from trainkit.errors import entrypoint
 from trainkit.record import records
 
-SCRIPT = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "complete" / "gpt.py"
+SCRIPTS = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "complete"
 EPOCHS = 3  # the first warms up, and is not counted
 
 
@@ -34,12 +34,13 @@ class Section(NamedTuple):
     arguments: str
     steps: int  # of an epoch
     limit_s: int  # for the process
+    script: str = "gpt.py"
+    batch_size: int = 16
 
 
 class Ladder(NamedTuple):
     sections: list[Section]
     arguments: str  # of all sections
-    batch_size: int
     ranks: int
 
 
@@ -49,11 +50,15 @@ ON_A_GPU = Ladder(
         Section("tf32", "--precision tf32", 25, 45),
         Section("bf16", "--precision bf16", 50, 45),
         Section("bf16, checkpointing", "--precision bf16 --checkpoint-activations", 50, 45),
-        Section("bf16, split over one rank", "--precision bf16 --how shard", 50, 45),
+        Section("bf16, split over one rank", "--precision bf16", 50, 45, "gpt_fsdp.py"),
         Section("bf16, compiled", "--precision bf16 --compile", 50, 120),
+        Section("bf16, split, compiled", "--precision bf16 --compile", 50, 120, "gpt_fsdp.py"),
+        Section("bf16, compiled, 64 windows", "--precision bf16 --compile", 20, 120, batch_size=64),
+        Section(
+            "bf16, split, compiled, 64 windows", "--precision bf16 --compile", 20, 120, "gpt_fsdp.py", 64
+        ),
     ],
     "--layers 12 --heads 12 --width 768 --context 1024 --vocabulary 50304 --test-size 32",
-    batch_size=16,
     ranks=1,
 )
 ON_A_CPU = Ladder(
@@ -62,11 +67,10 @@ ON_A_CPU = Ladder(
         Section("bf16", "--precision bf16", 1, 400),
         Section("compiled", "--compile", 6, 400),
         Section("checkpointing", "--checkpoint-activations", 6, 400),
-        Section("split over two ranks", "--how shard", 6, 400),
-        Section("split, checkpointing", "--how shard --checkpoint-activations", 6, 400),
+        Section("split over two ranks", "", 6, 400, "gpt_fsdp.py"),
+        Section("split, checkpointing", "--checkpoint-activations", 6, 400, "gpt_fsdp.py"),
     ],
     "--layers 6 --heads 4 --width 256 --context 256 --vocabulary 8192 --test-size 16 --no-cuda",
-    batch_size=16,
     ranks=2,
 )
 FACTS = ["parameters", "global_batch", "device_name", "torch_version", "cuda_version", "started_at"]
@@ -76,15 +80,22 @@ COLUMNS = ["section", *NUMBERS, "process_seconds", "error", "arguments", *FACTS]
 
 def measure(section: Section, ladder: Ladder, folder: Path) -> dict[str, object]:
     """Run one section, and return its row."""
-    batch = ladder.batch_size
+    batch = section.batch_size
     arguments = f"{ladder.arguments} --batch-size {batch} {section.arguments}".split()
     results = folder / section.name
     command = [sys.executable]
     if ladder.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ladder.ranks]
-    command += [SCRIPT, *arguments, "--train-size", section.steps * batch, "--epochs", EPOCHS]
+    command += [
+        SCRIPTS / section.script,
+        *arguments,
+        "--train-size",
+        section.steps * batch,
+        "--epochs",
+        EPOCHS,
+    ]
     command += ["--lr-warmup-images", batch, "--data-dir", folder, "--results-dir", results]
-    row = {"section": section.name, "arguments": " ".join(arguments)}
+    row = {"section": section.name, "arguments": " ".join([section.script, *arguments])}
     started = time.monotonic()
     error = _run([str(word) for word in command], section.limit_s, folder / "log.txt")
     row["process_seconds"] = round(time.monotonic() - started, 1)

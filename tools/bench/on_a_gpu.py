@@ -32,10 +32,38 @@ SHAPES = {
     "1024 bf16": ("--batch-size", 1024, "--precision", "bf16"),
     "4096 bf16": ("--batch-size", 4096, "--precision", "bf16"),
 }
-SCRIPTS = REPOSITORY / "tools" / "bench" / "gpu"
+BENCH = REPOSITORY / "tools" / "bench"
+SCRIPTS = BENCH / "gpu"
 SHAPES_TO_COMPILE = ("128 tf32 Adadelta", "1024 bf16 Adadelta", "4096 bf16 Adadelta", "128 bf16 Adam")
 RUNGS_TO_COMPILE = ("compile", "reduce-overhead", "batch 512", "captured")
 BATCHES_OF_TIMELINES = {"waits for the loader": 128, "waits for launches": 128, "busy": 2048}
+# Of gpt_ladder.py: DistributedDataParallel and fully_shard on one GPU, where no share is smaller than all.
+FSDP = (
+    "bf16, split over one rank",
+    "bf16, compiled",
+    "bf16, split, compiled",
+    "bf16, compiled, 64 windows",
+    "bf16, split, compiled, 64 windows",
+)
+# Of gpt_mfu.py: the first has cuDNN's attention.
+ATTENTION = (
+    "batch 16 of that",
+    "batch 16, flash attention",
+    "batch 16, efficient attention",
+    "batch 16, math attention",
+)
+# Of one_gpu.py.
+IMAGES_ON_THE_GPU = (
+    "baseline",
+    "on the gpu",
+    "beside: strict fp32, on the gpu",
+    "beside: fp32, on the gpu",
+    "beside: bf16, on the gpu",
+    "beside: channels_last, on the gpu",
+    "beside: fused, on the gpu",
+    "beside: compile, on the gpu",
+    "beside: reduce-overhead, on the gpu",
+)
 TRACED_STEPS = 3  # by breakdown.py --trace
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")  # their durations are microseconds
 Row = dict[str, object]
@@ -112,7 +140,7 @@ def run_in_sight(command: list[object], seconds: float) -> None:
         timeout=max(seconds, 1),
     )
     if done.returncode:
-        print(f"{command[0]} ended with {done.returncode}", flush=True)
+        print(f"{' '.join(map(str, command[:2]))} ended with {done.returncode}", flush=True)
 
 
 def untimed(folder: Path, until: float) -> None:
@@ -354,6 +382,20 @@ def start(folder: Path, until: float) -> Iterator[Row]:
         yield {"what": f"import {name.strip()}", "told": f"{int(microseconds) / 1e6:.2f} s"}
 
 
+def fsdp(folder: Path, until: float) -> None:
+    """Compare the GPT with fully_shard on one GPU with that without it."""
+    command = [BENCH / "gpt_ladder.py", "--out", folder / "gpt_ladder.csv", *FSDP]
+    run_in_sight(command, until - time.monotonic())
+
+
+def gpu_tests(folder: Path, until: float) -> None:
+    """Run the tests that need a GPU; with one GPU those that need two are skipped."""
+    tests = REPOSITORY / "tests" / "train" / "test_gpu.py"
+    report = folder / "report.xml"
+    command = ["-m", "pytest", "-n0", "-q", "-rfs", "--durations=5", f"--junit-xml={report}", tests]
+    run_in_sight(command, until - time.monotonic())
+
+
 def compare(folder: Path, until: float) -> Iterator[Row]:
     """`make compare` on one GPU, each run once."""
     started = time.monotonic()
@@ -369,6 +411,10 @@ SECTIONS: dict[str, tuple[Callable[[Path, float], Iterable[Row] | None], int]] =
     "ladder": (script("one_gpu"), 80),
     "timelines": (script("timelines"), 20),
     "gpt": (script("gpt_mfu"), 80),
+    "fsdp": (fsdp, 530),  # the sum of the limits in gpt_ladder.py, which ends its own programs
+    "attention": (script("gpt_mfu", *ATTENTION), 90),
+    "images_on_the_gpu": (script("one_gpu", *IMAGES_ON_THE_GPU), 100),
+    "gpu_tests": (gpu_tests, 400),
     "kernels": (kernels, 90),
     "accuracy": (accuracy, 70),
     "traces": (traces, 220),

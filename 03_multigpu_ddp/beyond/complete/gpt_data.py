@@ -1,4 +1,4 @@
-"""Text for gpt.py by a small grammar, so that nothing is downloaded and the lowest possible loss is known.
+"""Text for the GPTs by a small grammar, so that nothing is downloaded and the lowest possible loss is known.
 
 Tokens are words. They lie on disk in shards, which every rank maps into its memory, and of which it reads
 what it needs: a text may be larger than the memory.
@@ -19,6 +19,7 @@ from trainkit.config.command_line import at_least
 from trainkit.config.options import Options, check_sizes, option
 from trainkit.data.loaders import Batch, Batches, DistributedBatchSampler, RankSampler, UnpaddedEvalSampler
 from trainkit.devices import is_gpu
+from trainkit.distributed import process_group
 from trainkit.distributed.launchers import DistEnv
 
 SHARD_TOKENS = 2**18
@@ -63,7 +64,7 @@ _TEXTS = " ".join(text for rule in RULES.values() for text in rule)
 WORDS = sorted(set(_TEXTS.split()) - RULES.keys())
 
 
-# How gpt.py reads its text.
+# How the GPTs read their text.
 OPTIONS = {
     "context": option(
         64,
@@ -195,6 +196,12 @@ class Text:
                 raise errors.UserError(NOT_OURS.format(window.filename))
             chosen.append(window)
         return torch.from_numpy(np.stack(chosen).astype(np.int64))
+
+
+def texts(opts: Options) -> tuple[Text, Text]:
+    """Return the texts to train on and to validate on, which rank 0 writes if they are not there yet."""
+    paths = process_group.broadcast(process_group.on_rank_0(lambda: write(opts.data_dir, opts.shards)))
+    return Text(paths[1:], opts.context), Text(paths[:1], opts.context)
 
 
 class TextBatches(Batches):

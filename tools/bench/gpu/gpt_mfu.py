@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "03_multigpu_ddp" / "beyond" / "complete"))
 
-import gpt
 import gpt_metrics
+import gpt_model
 from gpu_peaks import peak
 
 COLUMNS = [
@@ -67,6 +67,10 @@ VARIANTS = {
     "loss in 8 chunks": replace(CUDNN, loss_chunks=8),
     "whole model compiled": replace(CUDNN, whole=True, batch=32),
     "max-autotune-no-cudagraphs": replace(CUDNN, mode="max-autotune-no-cudagraphs", batch=32),
+    # To compare with "batch 16 of that", which has cuDNN's.
+    "batch 16, flash attention": replace(BF16, batch=16, attention=SDPBackend.FLASH_ATTENTION),
+    "batch 16, efficient attention": replace(BF16, batch=16, attention=SDPBackend.EFFICIENT_ATTENTION),
+    "batch 16, math attention": replace(BF16, batch=16, attention=SDPBackend.MATH),
 }
 
 
@@ -151,7 +155,7 @@ def measure(name: str, variant: Variant, table: Table, kernels: Table, args: arg
     )
 
 
-class Network(gpt.GPT):
+class Network(gpt_model.GPT):
     """The network of gpt.py, which also gives what comes before the logits."""
 
     def __init__(self, variant: Variant, **shape: int) -> None:
@@ -197,7 +201,7 @@ def compiled_loss(network: Network, variant: Variant) -> Callable[[torch.Tensor,
     if variant.head_compiled:
         loss = torch.compile(network.loss, mode=variant.mode)
         return from_hidden
-    loss_of_logits = torch.compile(gpt.loss_of)
+    loss_of_logits = torch.compile(gpt_model.loss_of)
     return lambda tokens, targets: loss_of_logits(network(tokens), targets)
 
 
