@@ -288,7 +288,10 @@ def full_precision(seen: Trained) -> str | None:
             "loss. bfloat16 has the range of float32."
         )
     if torch.float32 in seen.types:
-        return "The layers compute in float32. On a GPU, bfloat16 has half the bytes, and faster units."
+        return (
+            "The layers compute in float32. On a GPU, bfloat16 has half the bytes, and faster units. Switch "
+            "it on for the CPU as well, as the check runs there."
+        )
     return None
 
 
@@ -400,6 +403,7 @@ WRONG = [
     (SCRIPT, "total += loss.detach()", "total += loss.item()", "asks the GPU for a number"),
     (SCRIPT, "total.item() / len(loader)", "loss.item()", "The mean loss of an epoch is"),
     (SCRIPT, AUTOCAST, "if True:", "compute in float32"),
+    (SCRIPT, "bfloat16):", 'bfloat16, enabled=device.type == "cuda"):', "for the CPU as well"),
     (SCRIPT, "torch.bfloat16", "torch.float16", "GradScaler"),
     (SCRIPT, ", fused=True", "", "operators; for 12"),
     (SCRIPT, "fused=True", "foreach=True", "list by list"),
