@@ -42,6 +42,8 @@ def submit(request: Request) -> Handle:
             timeout_min=request.timeout_min,
             stderr_to_stdout=True,
             slurm_partition=request.partition,
+            # Where a sweep sends an array of jobs.
+            slurm_array_parallelism=request.most_at_a_time,
             # USR2 comes a minute before the end: the ranks save a checkpoint, and the job is queued again.
             slurm_signal_delay_s=60,
             slurm_additional_parameters={
@@ -61,8 +63,8 @@ def submit(request: Request) -> Handle:
                 "--open-mode=append",
             ],
         )
-        # submitit pickles this object, and calls it in every process of the job.
-        sent.job = executor.submit(Training(request.stage, request.arguments))
+        # submitit pickles this object, and calls it in every process of the job. Several are an array.
+        sent.jobs = executor.submit_array([Training(job.stage, job.arguments) for job in request.jobs])
     return sent.handle
 
 

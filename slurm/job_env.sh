@@ -13,7 +13,7 @@
 # `choose_training` sets TRAINING. For the ranks it exports MASTER_ADDR and MASTER_PORT.
 #
 # Where the job script's first argument is --plain, or an option for it, they name a script that knows nothing of
-# the kit (trainkit/jobs/program.py).
+# the kit (trainkit/jobs/program.py). A sweep sets `array_of_runs` where it sends several runs as an array.
 
 launcher=srun         # of the ranks; slurm_submit_torchrun.sh sets another
 begun=""              # whether Python has answered how the job begins
@@ -120,8 +120,8 @@ begin() { # with the arguments of the job script
     IFS= read -r -d '' -t 20 gpus < <(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || true
     version=$(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null) || version=""
     answer=$(
-        in_job 60 300 begin ${plain:+--plain} "--monitor=$SITE_MONITOR" "--repository=$REPOSITORY" \
-            "--version=$version" "--gpus=$gpus" "--first-node=$first_node" "--node=$node" \
+        in_job 60 300 begin ${plain:+--plain} ${array_of_runs:+--array-of-runs} "--monitor=$SITE_MONITOR" \
+            "--repository=$REPOSITORY" "--version=$version" "--gpus=$gpus" "--first-node=$first_node" "--node=$node" \
             "--addresses=$(hostname -I 2>/dev/null)" "--signal=$(grep -s '^#SBATCH --signal=' "$0")" \
             "--exported=$(compgen -e)" \
             "--variables=$(declare -p "${!SLURM_@}" "${!SRUN_@}" MASTER_ADDR MASTER_PORT OMP_NUM_THREADS \

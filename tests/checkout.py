@@ -5,13 +5,16 @@ import itertools
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY, STARTUP, rows_of
 
@@ -167,6 +170,13 @@ class Checkout:
 
     def python(self, script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
         return self.run(sys.executable, self.folder / script, *arguments, **environment)
+
+    def kill(self, *words: object) -> None:
+        """Kill the program that was started with these words."""
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # others may just have ended
+                if {*map(str, words)} <= set(process.cmdline()):
+                    process.send_signal(signal.SIGKILL)
 
     def submit_py(self, stage: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
         return self.python(f"{FOLDERS[stage]}/submit.py", *arguments, **environment)

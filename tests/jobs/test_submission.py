@@ -322,14 +322,15 @@ exit 1"""
 
 
 def test_a_job_that_sbatch_did_not_name_is_found(on_cluster: Checkout) -> None:
-    """Also the first of a sweep, which goes on."""
+    """Also those of a sweep, as an array, which goes on."""
     on_cluster.pretend()
     on_cluster.fake("sbatch", TIMED_OUT)
     done = succeeded(on_cluster.submit_py("single", "--wait", "--no-cuda"))
     assert re.match(r"job \d+ submitted: ", done.stdout), done.stdout
-    sweep = ("--stages", "single", "--gpus", 1, "--batch-size", 500, "--no-cuda", "--repeats", 1)
+    sweep = ("--stages", "single", "--gpus", 1, "--batch-size", 500, "--no-cuda", "--repeats", 2)
     done = succeeded(on_cluster.python("slurm/sweep.py", *sweep))
-    assert "[1/1] single" in done.stdout, done.stdout
+    assert re.search("^array [0-9]+: 2 runs", done.stdout, re.MULTILINE), done.stdout
+    assert "[2/2] single" in done.stdout, done.stdout
 
 
 def test_a_job_that_may_be_in_the_queue_keeps_its_folder(
@@ -469,7 +470,7 @@ def _failed(*why: str) -> Outcome:
 
 def _show(state: str, reason: str = "None", restarts: int = 0, job_id: int = 7) -> str:
     """What squeue answers of a job, in the columns that it is asked for."""
-    return f"printf '%-20s%-20s%-20s%-200s\\n' {job_id} '{state}' {restarts} '{reason}'"
+    return f"printf '%-20s%-20s%-20s%-20s%-200s\\n' {job_id} {job_id} '{state}' {restarts} '{reason}'"
 
 
 def job_seven(checkout: Checkout) -> SlurmHandle:

@@ -3,10 +3,12 @@
 import csv
 import re
 import shlex
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checkout import Checkout
+from checkout import Checkout, wait_until
 from conftest import failed, succeeded
 
 # Without PyTorch. It takes up what another run has saved where it saves.
@@ -144,3 +146,49 @@ def test_what_cannot_be_varied_is_refused_in_one_sentence(
     done = checkout.python("slurm/sweep.py", "--local", "--dry-run", *arguments.split(), cwd=script.parent)
     assert sentence in failed(done)
     assert done.stderr.count("\n") == 1
+
+
+# The first of three is stopped once, and comes back; the last one fails.
+STOPPED = """
+import os, signal, sys, time
+from pathlib import Path
+
+asked = []
+signal.signal(signal.SIGUSR2, lambda *_: asked.append(True))
+lr, restart = sys.argv[2], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+print("lr", lr, "restart", restart, flush=True)
+if lr == "1" and restart == 0:
+    while not asked:
+        time.sleep(0.1)
+    (Path(os.environ["TRAINKIT_JOB_DIR"]) / "stopped").touch()
+os._exit(3 if lr == "3" else 0)
+"""
+
+
+def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_cluster: Checkout) -> None:
+    """The sweep is killed meanwhile, and goes on with the jobs that it finds."""
+    script, sweep = write(on_cluster), on_cluster.folder / "a sweep"
+    script.write_text(STOPPED)
+    own = ("--out", sweep, "--max-jobs", 2, "--gpus", 1, "--vary", "lr=1,2,3", "--plain", script)
+    log = sweep / "train-1gpu-lr1-r1" / "log.out"
+    with ThreadPoolExecutor() as background:
+        killed = background.submit(on_cluster.python, "slurm/sweep.py", *own)
+        wait_until(lambda: log.exists() and "restart 0\n" in log.read_text())
+        on_cluster.kill(on_cluster.folder / "slurm/sweep.py", sweep)
+        assert killed.result().returncode == -signal.SIGKILL
+    job = log.readlink().name.removesuffix("_0_log.out")
+    assert re.fullmatch("[0-9]+_0", job)
+    assert "#SBATCH --array=0-2%2\n" in (log.readlink().parent / f"{job[:-2]}_submission.sh").read_text()
+    on_cluster.cluster.run(["scancel", "--signal=USR2", job])
+    done = on_cluster.python("slurm/sweep.py", *own)
+    assert done.returncode == 1, done.stdout + done.stderr
+    shown = {row["lr"]: (row["state"], row["exit_code"], row["last_line"]) for row in rows(sweep).values()}
+    assert shown == {
+        "1": ("finished", "0", "lr 1 restart 1"),
+        "2": ("finished", "0", "lr 2 restart 0"),
+        "3": ("failed", "3", "lr 3 restart 0"),
+    }, done.stdout
+    # It is the job that had been sent, and the list of jobs has each of them once.
+    assert log.readlink().name == f"{job}_0_log.out"
+    listed = on_cluster.python("slurm/jobs.py").stdout
+    assert len(re.findall("train.py --lr 1 +done", listed)) == 1, listed

@@ -326,7 +326,7 @@ def _add_jobs(parser: Parser) -> None:
     """Add how the runs are sent as jobs."""
     jobs = parser.add_argument_group("jobs")
     jobs.add_argument(
-        "--max-jobs", type=at_least(1), default=4, metavar="N", help="in Slurm at a time (default: 4)"
+        "--max-jobs", type=at_least(1), default=4, metavar="N", help="that run at a time (default: 4)"
     )
     jobs.add_argument(
         "--gpus-per-node",

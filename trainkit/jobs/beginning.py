@@ -92,6 +92,7 @@ class Beginning:
         repository: this checkout.
         folder: the job's own.
         program: its script, where that does not use the kit.
+        array_of_runs: whether it is of an array each job of which has arguments of its own (jobs/array.py).
     """
 
     record: str = ""
@@ -107,6 +108,7 @@ class Beginning:
     repository: str = ""
     folder: Path = Path()
     program: Program | None = None
+    array_of_runs: bool = False
 
     @property
     def plain(self) -> bool:
@@ -223,7 +225,7 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
 
 
 def _refuse_an_array(job: Beginning) -> None:
-    if "ArrayTaskId" in job.recorded and not job.plain:
+    if "ArrayTaskId" in job.recorded and not job.plain and not job.array_of_runs:
         raise UserError("this is a job of an array, all of which would train the same: leave out --array.")
 
 

@@ -173,7 +173,7 @@ class Handle:
         return None
 
     def _logs(self) -> list[Path]:
-        return sorted({self.log, *self.log.parent.glob("*_log.out")})
+        return sorted({self.log, *self.log.parent.glob(f"{self.job_id}_*_log.out")})
 
 
 @dataclass

@@ -75,6 +75,7 @@ def _plan(options: argparse.Namespace, words: list[str]) -> str:
         repository=options.repository,
         folder=options.folder,
         program=parse(words)[0] if options.plain else None,
+        array_of_runs=options.array_of_runs,
     )
     return beginning.begin(job, _resolve, monitored=options.monitor == "on")
 
@@ -152,6 +153,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--version", required=True, help="of the code, by git")
     add("--repository", required=True, help="this checkout")
     add("--monitor", choices=("on", "off"), required=True, help="SITE_MONITOR")
+    add("--array-of-runs", action="store_true", help="each job of its array has arguments of its own")
     script = questions.add_parser("script")
     add = script.add_argument
     add("--version", required=True, help="of the code of the script, by git")

@@ -5,7 +5,7 @@ ended well by their folders.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def jobs(site: Site) -> list[Listed]:
         if submitted.job_id and not submitted.by_slurm:
             rows[folder] = _of_this_machine(submitted.job_id, folder)
     begun = [rows[folder] for folder in sorted(rows, key=_began_at)]
-    waiting = [job for job in _queue(site.jobs_dir) if job.number not in by_slurm]
+    waiting = _queue(site.jobs_dir, begun=by_slurm)
     return begun + waiting
 
 
@@ -166,14 +166,24 @@ def _began_at(folder: Path) -> float:
     return (kept if kept.exists() else folder).stat().st_mtime
 
 
-def _queue(jobs_dir: Path) -> list[Listed]:
-    """Return the jobs of this user that wait or begin just now, and were sent from this checkout."""
+def _queue(jobs_dir: Path, begun: Collection[str]) -> list[Listed]:
+    """Return the jobs of this user that wait or begin just now, and were sent from this checkout.
+
+    Args:
+        jobs_dir: where each job that has begun has its folder.
+        begun: the numbers of those.
+    """
     waiting = []
-    for line in slurm.queue("%i|%T|%r|%Z|%o|%j"):
-        number, state, reason, folder, script, name = line.split("|", maxsplit=5)
+    for line in slurm.queue("%A|%i|%T|%r|%Z|%o|%j"):
+        # The waiting jobs of an array are one line, such as 17_[2-5]; others have numbers of their own.
+        number, shown_as, state, reason, folder, script, name = line.split("|", maxsplit=6)
+        if number in begun:
+            continue
         if _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir)):
             is_queued = state in slurm.QUEUED
-            row = Listed(number, name, "queued" if is_queued else "running", note=reason if is_queued else "")
+            row = Listed(
+                shown_as, name, "queued" if is_queued else "running", note=reason if is_queued else ""
+            )
             waiting.append(row)
     return waiting
 

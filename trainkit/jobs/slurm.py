@@ -168,7 +168,7 @@ def ask(
 
 
 def sent_from(folder: Path, seconds: float = 0) -> str:
-    """Return the number of this user's job whose script is in `folder`, once it is queued; "" if it is not.
+    """Return the number of this user's job, or array, whose script is in `folder`; "" if none is queued.
 
     Args:
         folder: where only one job has its script.
@@ -179,7 +179,8 @@ def sent_from(folder: Path, seconds: float = 0) -> str:
         for line in _squeue("--format=%i %o").stdout.splitlines():
             job_id, _, script = line.strip().partition(" ")
             if Path(script).parent == folder:
-                return job_id
+                # All jobs of an array have the same script.
+                return job_id.partition("_")[0]
         if time.monotonic() >= until:
             return ""
         time.sleep(1)
@@ -193,12 +194,14 @@ def queue(form: str) -> list[str]:
 def job_status(job_ids: Sequence[str]) -> dict[str, JobStatus]:
     """Ask Slurm for the status of jobs of this user: its controller once for all of them.
 
+    A job of an array may be called as 17_2, or by its own number.
     Of jobs that it has forgotten, some minutes after their end, accounting is asked, if there is any.
     """
     shown = _squeue(
+        "--array",
         "--states=all",
         f"--jobs={','.join(job_ids)}",
-        "--Format=JobID:20,State:20,RestartCnt:20,Reason:200",
+        "--Format=JobArrayID:20,JobID:20,State:20,RestartCnt:20,Reason:200",
     )
     # The message is for a single job; of several, those that are forgotten are left out.
     if shown.returncode and "Invalid job id" not in shown.stderr:
@@ -206,9 +209,9 @@ def job_status(job_ids: Sequence[str]) -> dict[str, JobStatus]:
         return dict.fromkeys(job_ids, JobStatus(UNKNOWN, message))
     known = {}
     for line in shown.stdout.splitlines():
-        job_id, state, restarts, why = line.split(maxsplit=3)
+        name, number, state, restarts, why = line.split(maxsplit=4)
         # Some reasons are sentences; scontrol shows them as one word, and so do the pages of Slurm.
-        known[job_id] = JobStatus(state, why.strip().replace(" ", "_"), int(restarts))
+        known[name] = known[number] = JobStatus(state, why.strip().replace(" ", "_"), int(restarts))
     forgotten = [job_id for job_id in job_ids if job_id not in known]
     if forgotten:
         known |= _status_by_accounting(forgotten)

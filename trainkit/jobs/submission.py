@@ -28,7 +28,7 @@ from trainkit.config.command_line import Parser, at_least, given, time_limit
 from trainkit.data import staging
 from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable
-from trainkit.jobs import local, slurm
+from trainkit.jobs import array, local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
 from trainkit.jobs.program import add_options, from_options, misplaced, note_on_environment, split
 from trainkit.jobs.sbatch_options import sbatch_options
@@ -48,6 +48,10 @@ NOT_FOR_SUBMITIT = ("SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_ARRA
 OPTIONS_OF_OTHER_NAMES = {"SBATCH_TIMELIMIT": "time", "SBATCH_MEM_PER_NODE": "mem"}
 
 
+class RefusedError(UserError):
+    """Slurm has refused a job, and no job is left of it."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A request for one job.
@@ -60,6 +64,8 @@ class Request:
         why_here: why it runs on this machine, in words; "" if it goes to Slurm.
         threads: of each process on this machine (`local.variables`).
         working_dir: where it starts; None for the folder that it is sent from.
+        others: requests of the same shape and with the same folder: with this one they are an array of Slurm.
+        most_at_a_time: how many of the array may run at a time.
     """
 
     stage: Stage
@@ -72,6 +78,13 @@ class Request:
     why_here: str = ""
     threads: int | None = None
     working_dir: Path | None = None
+    others: tuple["Request", ...] = ()
+    most_at_a_time: int = 1
+
+    @property
+    def jobs(self) -> tuple["Request", ...]:
+        """Return the request for each job of the array, or this one alone."""
+        return (self, *self.others)
 
     @property
     def cluster(self) -> str:
@@ -111,10 +124,10 @@ class Request:
     @property
     def setup(self) -> list[str]:
         """Return what the job's shell does first: all that is the same in every job (slurm/job_env.sh)."""
-        lines = [*self.environment, f"tell_script {shlex.join([*self.words, *self.arguments])}"]
-        if self.working_dir:
-            lines.append(f"cd {shlex.quote(str(self.working_dir))}")
-        return lines
+        if not self.others:
+            return [*self._source, *self._own_setup]
+        own = [job._own_setup for job in self.jobs]
+        return array.setup(self.folder, self.site.jobs_dir, before=self._source, own=own)
 
     @property
     def words(self) -> list[str]:
@@ -124,21 +137,33 @@ class Request:
     @property
     def environment(self) -> list[str]:
         """Return the part of `setup` that a job script with a line `choose_training` has, too."""
+        return [*self._source, self._results]
+
+    @property
+    def _source(self) -> list[str]:
         source = f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}"
         if self.stage.plain:
             source += f" {shlex.join(self.words)}"
-        return [
-            "set -euo pipefail",
-            source,
-            f"export TRAINKIT_RESULTS_DIR={shlex.quote(str(self.results_dir))}",
-        ]
+        return ["set -euo pipefail", source]
+
+    @property
+    def _results(self) -> str:
+        return f"export TRAINKIT_RESULTS_DIR={shlex.quote(str(self.results_dir))}"
+
+    @property
+    def _own_setup(self) -> list[str]:
+        """Return the part of `setup` in which the jobs of an array differ."""
+        lines = [self._results, f"tell_script {shlex.join([*self.words, *self.arguments])}"]
+        if self.working_dir:
+            lines.append(f"cd {shlex.quote(str(self.working_dir))}")
+        return lines
 
 
 @dataclass
 class Sent:
-    """What `sending` hands out: it is given submitit's `job`, and has its `handle` afterwards."""
+    """What `sending` hands out: it is given submitit's `jobs`, and then has the `handle` of the first."""
 
-    job: "submitit.Job | None" = None
+    jobs: "Sequence[submitit.Job]" = ()
     handle: Handle | None = None
 
 
@@ -151,11 +176,13 @@ def sending(request: Request) -> AbstractContextManager[Sent]:
 
     Raises:
         UserError: for options that the stage would refuse, missing data, a folder that cannot be written to;
-            from the call itself, if sbatch refuses the job, or does not say whether it has taken it.
+            from the call itself, if sbatch refuses the job (RefusedError), or does not say whether it has
+            taken it.
     """
-    check(request)
     fix = "free the space, fix the permissions, or choose others, by --results-dir or in slurm/site.sh."
-    check_writable(request.results_dir / "runs", "results", fix)
+    for job in request.jobs:
+        check(job)
+        check_writable(job.results_dir / "runs", "results", fix)
     # A job without its log's folder fails without a log.
     check_writable(request.folder, "the job's logs", fix)
     if request.why_here:
@@ -182,7 +209,7 @@ def _starting_here(request: Request) -> Iterator[Sent]:
         (request.folder / samples.FOLDER).mkdir()
     with local.without_ctrl_c(), _environment(variables), _working_dir(request.working_dir):
         yield sent
-    job = sent.job
+    (job,) = sent.jobs
     log = job.paths.stdout
     sampler = None
     if request.site.monitor:
@@ -221,26 +248,27 @@ def _sending_to_slurm(request: Request) -> Iterator[Sent]:
 
     sent = Sent()
     variables = local.outside_of_jobs() | local.QUIET | _sbatch_variables(request)
+    if request.others:
+        array.keep(
+            request.folder, [array.Element([*job.arguments], str(job.results_dir)) for job in request.jobs]
+        )
     try:
         # submitit prints what sbatch says; here it becomes the text of the error.
         with _environment(variables), redirect_stderr(io.StringIO()):
             yield sent
-        job_id = sent.job.job_id
+        job_id = sent.jobs[0].job_id
     except (FailedJobError, FailedSubmissionError) as error:
         # sbatch has refused it, or names no job.
         job_id = _find_unnamed(request, slurm.sbatch_message(str(error))[:1000])
-    sent.handle = SlurmHandle(
-        job_id=job_id,
-        tasks=request.resources.tasks,
-        log=request.folder / f"{job_id}_0_log.out",
-        folder=request.site.jobs_dir / job_id,
-        results=request.records_dir,
-    )
+    number = array.array_id(job_id)
+    # Of an array, its first job.
+    index = 0 if request.others else None
+    sent.handle = _handle(request.folder, number, request.resources.tasks, request.records_dir, index)
     # Not every Slurm refuses at once a job that it can never start. Some give the reason later, and then
     # `follow` tells it.
     reason = sent.handle.state().reason
     if slurm.never_starts(reason):
-        sent.handle.cancel()
+        slurm.ask("scancel", number)
         shutil.rmtree(request.folder)
         raise UserError(f"Slurm would never start the job ({reason}): {slurm.advice(reason)}.")
 
@@ -284,24 +312,50 @@ def find(folder: Path, tasks: int, results: Path) -> Handle | None:
     """Return the job that was submitted with this `folder`; None if there is none.
 
     Its submitter may have been killed before sbatch named the job, or sbatch has not named it.
+
+    Args:
+        folder: of the request.
+        tasks: how many processes the job has.
+        results: where its CSV will be, by which it is known among the jobs of an array.
     """
     submitted = local.submitted(folder)
-    job_id = submitted.job_id
-    if submitted.by_slurm and not job_id:
-        job_id = _adopt(folder)
-    if not job_id:
+    number = array.array_id(submitted.job_id)
+    elements = array.read(folder)
+    if submitted.by_slurm and submitted.count < max(len(elements), 1):
+        number = _adopt(folder)
+    if not number:
         return None
-    log = folder / f"{job_id}_0_log.out"
     if submitted.by_slurm:
-        own_folder = folder.parents[1] / job_id
-        return SlurmHandle(job_id=job_id, tasks=tasks, log=log, folder=own_folder, results=results)
+        index = None
+        if elements:
+            index = [element.results_dir for element in elements].index(str(results.parent))
+        return _handle(folder, number, tasks, results, index)
     return LocalHandle(
-        job_id=job_id,
+        job_id=number,
         tasks=tasks,
-        log=log,
+        log=folder / f"{number}_0_log.out",
         folder=folder,
         results=results,
-        has_ended=partial(local.has_ended, job_id, folder),
+        has_ended=partial(local.has_ended, number, folder),
+    )
+
+
+def _handle(
+    folder: Path, number: str, tasks: int, results: Path | None, index: int | None = None
+) -> SlurmHandle:
+    """Return a job of Slurm that was sent from `folder`.
+
+    Args:
+        number: its own, or that of its array.
+        index: which one of the array it is; None for a single job.
+    """
+    job_id = number if index is None else f"{number}_{index}"
+    return SlurmHandle(
+        job_id=job_id,
+        tasks=tasks,
+        log=folder / f"{job_id}_0_log.out",
+        folder=folder.parents[1] / job_id if index is None else array.link_to_folder(folder, index),
+        results=results,
     )
 
 
@@ -435,12 +489,13 @@ def _find_unnamed(request: Request, refusal: str) -> str:
     """Return the number of a job that sbatch did not name, but has put into the queue.
 
     Raises:
-        UserError: if it has refused, or nobody knows whether it has.
+        RefusedError: if it has refused.
+        UserError: if nobody knows whether it has.
     """
     if refusal and not re.search(slurm.UNCLEAR, refusal):
         shutil.rmtree(request.folder)
         fix = f"{slurm.advice(refusal)}; --local runs it on this machine"
-        raise UserError(f"Slurm did not take the job ({refusal}): {fix}.")
+        raise RefusedError(f"Slurm did not take the job ({refusal}): {fix}.")
     job_id = _adopt(request.folder, slurm.QUEUE_SECONDS)
     if job_id:
         return job_id
@@ -457,7 +512,9 @@ def _adopt(folder: Path, seconds: float = 0) -> str:
     On its node submitit waits a minute for the pickle to have the job's number in its name.
     """
     job_id = slurm.sent_from(folder, seconds)
-    if job_id:
+    if job_id and array.read(folder):
+        array.name_pickles(folder, job_id)
+    elif job_id:
         (pickled,) = folder.glob("*.pkl")
         pickled.rename(folder / f"{job_id}_submitted.pkl")
     return job_id

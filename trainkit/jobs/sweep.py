@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from trainkit.config.command_line import check_divides
 from trainkit.config.options import Options
 from trainkit.errors import UserError, print_line, print_table
 from trainkit.files import check_writable, locked, replacing
-from trainkit.jobs import following, slurm, submission, sweep_table, variation
+from trainkit.jobs import array, following, slurm, submission, sweep_table, variation
 from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Resources, Stage, resources
@@ -122,8 +122,8 @@ class Grid:
 class Sweep:
     """What all runs share, and their folder, which holds the sweep's whole state: CSV and job of each.
 
-    Its jobs are not an array of Slurm, though submitit could send one: all jobs of an array ask for the same
-    nodes and GPUs, and those of a sweep differ in just that.
+    All jobs of an array of Slurm ask for the same nodes and GPUs. So runs that do, one after the other, are
+    sent as an array.
 
     Attributes:
         arguments: for every run, with names in braces (variation.py).
@@ -285,21 +285,41 @@ class Sweep:
             )
         return lock
 
-    def submit(self, run: PlannedRun) -> Handle:
-        """Start `run`, every repeat with another seed; its link `job` leads to the logs.
+    def submit(self, runs: list[PlannedRun], most_at_a_time: int) -> list[Handle]:
+        """Start runs of one shape, every repeat with another seed; their links `log.out` lead to the logs.
+
+        Several are an array of Slurm, of which so many run at a time.
 
         Raises:
-            UserError: if it was refused.
+            UserError: if they were refused.
         """
+        folder = submission.new_folder(self.site, runs[0].stage)
+        first, *others = [self._request(run, folder) for run in runs]
+        for run in runs:
+            run_folder = self.folder / run.name
+            check_writable(run_folder, "the run", "free the space, or give another --out.")
+            # The link comes before the job, so that `attach` always finds that.
+            link = run_folder / "job"
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder)
+        submit = submission.submitter(first.stage)
+        handle = submit(replace(first, others=tuple(others), most_at_a_time=most_at_a_time))
+        handles = [self.attach(run) for run in runs] if others else [handle]
+        for run, of_run in zip(runs, handles, strict=True):
+            log = self.folder / run.name / "log.out"
+            log.unlink(missing_ok=True)
+            log.symlink_to(of_run.log)
+        return handles
+
+    def _request(self, run: PlannedRun, folder: Path) -> Request:
         run_folder = self.folder / run.name
         site = self.site._replace(results_dir=run_folder)
-        job_folder = submission.new_folder(site, run.stage)
-        request = Request(
+        return Request(
             stage=run.stage,
             resources=run.shape,
             arguments=self.script_arguments(run),
             site=site,
-            folder=job_folder,
+            folder=folder,
             working_dir=run_folder if self.chdir else None,
             minutes=self.minutes,
             partition=self.partition,
@@ -307,13 +327,6 @@ class Sweep:
             # Else those of runs with fewer workers would have more threads each.
             threads=1 if self.why_here else None,
         )
-        check_writable(run_folder, "the run", "free the space, or give another --out.")
-        # The link comes before the job, so that `attach` always finds that.
-        link = run_folder / "job"
-        link.unlink(missing_ok=True)
-        link.symlink_to(job_folder)
-        submit = submission.submitter(run.stage)
-        return submit(request)
 
     def attach(self, run: PlannedRun) -> Handle | None:
         """Return the latest job of `run`, also of an earlier call, or None if there is none."""
@@ -410,12 +423,14 @@ class _Queue:
     """The runs of a sweep that are not finished.
 
     Attributes:
-        most_jobs: how many may be active at a time.
+        most_jobs: how many may run at a time.
         waiting: those that have no job so far.
         active: those that have, and their jobs.
         failed: the names of those that failed.
-        room: how many may be active until another has ended: the site may limit a user's jobs, too.
+        refused_beside: how many were active when another was refused: the site may limit a user's jobs, too.
+        longest: the most jobs of an array, where a longer one was refused.
         shown: what was printed of each at last.
+        shown_of_arrays: what was printed of the jobs of each array that wait.
     """
 
     sweep: Sweep
@@ -424,12 +439,13 @@ class _Queue:
     waiting: list[PlannedRun] = field(default_factory=list)
     active: dict[PlannedRun, Handle] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
-    room: int = 0
+    refused_beside: int | None = None
+    longest: int | None = None
     shown: dict[PlannedRun, State] = field(default_factory=dict)
+    shown_of_arrays: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Take up the jobs of an earlier call that have not ended."""
-        self.room = self.most_jobs
         unfinished = [run for run in self.planned if not self.sweep.finished(run.name)]
         jobs = {run: self.sweep.attach(run) for run in unfinished}
         earlier = {run: job for run, job in jobs.items() if job}
@@ -440,23 +456,52 @@ class _Queue:
         self.waiting = [run for run in unfinished if run not in self.active]
 
     def submit(self) -> None:
-        """Submit runs that wait, as many as may be active.
+        """Submit runs that wait, as many as may run.
 
         Raises:
             UserError: if one is refused while none is active.
         """
-        while self.waiting and len(self.active) < self.room:
-            run = self.waiting[0]
+        while self.waiting:
+            runs = self._next_of_one_shape()
+            if not self._has_room_for(len(runs)):
+                return
             try:
-                self.active[run] = self.sweep.submit(run)
+                handles = self.sweep.submit(runs, self.most_jobs)
             except UserError as error:
+                if len(runs) > 1 and isinstance(error, submission.RefusedError):
+                    # A site may take fewer jobs of a user, or shorter arrays (MaxSubmitJobs, MaxArraySize).
+                    self.longest = len(runs) // 2
+                    continue
                 if not self.active:
                     raise
-                self.room = len(self.active)
-                print_line(f"{run.name} waits for the end of another job: {error}")
+                self.refused_beside = len(self.active)
+                print_line(f"{runs[0].name} waits for the end of another job: {error}")
             else:
-                self.waiting.pop(0)
-                self.room = self.most_jobs
+                del self.waiting[: len(runs)]
+                self.active |= zip(runs, handles, strict=True)
+                self.refused_beside = None
+                if len(runs) > 1:
+                    number = array.array_id(handles[0].job_id)
+                    print_line(f"array {number}: {len(runs)} runs, {runs[0].name} to {runs[-1].name}")
+
+    def _next_of_one_shape(self) -> list[PlannedRun]:
+        """Return the first run that waits, and those behind it that ask Slurm for the same."""
+        first = self.waiting[0]
+        if self.sweep.why_here:
+            return [first]
+
+        def is_alike(run: PlannedRun) -> bool:
+            return (run.stage, run.shape) == (first.stage, first.shape)
+
+        return [*takewhile(is_alike, self.waiting)][: self.longest]
+
+    def _has_room_for(self, count: int) -> bool:
+        """Return whether so many runs may be sent together, of which at most `most_jobs` run at a time."""
+        if self.refused_beside is not None and len(self.active) >= self.refused_beside:
+            return False
+        jobs_of_arrays = Counter(array.array_id(handle.job_id) for handle in self.active.values())
+        running = sum(min(jobs, self.most_jobs) for jobs in jobs_of_arrays.values())
+        return running + min(count, self.most_jobs) <= self.most_jobs
 
     def look(self) -> None:
         """Print what has changed of the active runs, and take out those that have ended."""
@@ -471,7 +516,18 @@ class _Queue:
                 print_line(f"[{number}/{len(self.planned)}] {run.name} {ending.sentence}")
             elif state != self.shown.get(run):
                 self.shown[run] = state
-                print_line(f"{run.name} {state.name}: {state.detail}")
+                self._print_state(run, handle, state)
+
+    def _print_state(self, run: PlannedRun, handle: Handle, state: State) -> None:
+        """Print the state of an active run; why the jobs of an array wait is told once."""
+        number = array.array_id(handle.job_id)
+        text = f"{run.name} {state.name}: {state.detail}"
+        if state.name == "queued" and number != handle.job_id:
+            text = f"array {number} {state.name}: {state.detail}"
+            if text in self.shown_of_arrays:
+                return
+            self.shown_of_arrays.add(text)
+        print_line(text)
 
     def stop(self) -> None:
         """End the processes of this machine, and tell how to stop the jobs of Slurm, which go on."""
@@ -484,7 +540,8 @@ class _Queue:
             while handle.state().name == "running":
                 time.sleep(0.1)
         if in_slurm:
-            message = f"{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(in_slurm)}"
+            numbers = dict.fromkeys(map(array.array_id, in_slurm))
+            message = f"{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(numbers)}"
             print_line(f"\n{message}", sys.stderr)
 
 

@@ -20,7 +20,9 @@ from trainkit.jobs.following import Handle, LocalHandle, last_lines
 ROW, TABLE = "ended.json", "sweep.csv"
 # Words with which the kit's own last lines in a log begin (slurm/job_env.sh, jobs/ending.py), and those that
 # srun adds.
-LAST_WORDS_OF_THE_KIT = re.compile(r"(watch|why|ended) {3,}|stopped; back to the queue|srun: |slurmstepd: ")
+LAST_WORDS_OF_THE_KIT = re.compile(
+    r"(watch|why|ended) {3,}|stopped; back to the queue|srun: |slurmstepd\S*: "
+)
 # Those with which its first lines end.
 FIRST_WORDS_OF_THE_KIT = re.compile(r"script {2}|python {2}|code {4}")
 # Of the last line of a log, in characters: the whole is in the CSV.
@@ -37,7 +39,7 @@ class Row:
         state: finished or failed.
         seconds: how long its last start took; None if that is not known.
         exit_code: None if it is not known, as of a job that was killed with its node.
-        last_line: the last one that the script itself has printed in the log of rank 0.
+        last_line: the last one that the script itself has printed, on rank 0 or on the rank that failed.
     """
 
     run: str
@@ -62,13 +64,18 @@ class Measured:
 
 def measured(handle: Handle) -> Measured:
     """Return what is known of a job that has ended."""
-    lines = last_lines(handle.log)
     if isinstance(handle, LocalHandle):
-        return Measured(_seconds_here(handle.folder), _exit_code_here(handle), last_line(lines))
+        rank = next(iter(job_folder.notes(handle.folder, "failed")), 0)
+        return Measured(_seconds_here(handle.folder), _exit_code_here(handle), last_line(_log(handle, rank)))
     outcome = job_folder.read_outcome(handle.folder)
     if outcome is None:
-        return Measured(None, None, last_line(lines))
+        return Measured(None, None, last_line(_log(handle, 0)))
+    lines = _log(handle, outcome.failed_rank or 0)
     return Measured(outcome.seconds, outcome.exit_code, last_line(lines, said=outcome.said))
+
+
+def _log(handle: Handle, rank: int) -> list[str]:
+    return last_lines(handle.log.with_name(f"{handle.job_id}_{rank}_log.out"))
 
 
 def _seconds_here(folder: Path) -> float | None:
