@@ -197,19 +197,23 @@ def ways_in() -> Picture:
             "as it is",
             ["nothing changes:", "--plain train.py"],
             ["your script", "your loop, your model"],
-            ["jobs on any number of GPUs,", "what they wasted, which rank", "failed first, the way back"],
+            [
+                "jobs on any number of GPUs,",
+                "what they wasted, why one failed,",
+                "and its way back into the queue",
+            ],
         ),
         (
             "with our record",
             ["about ten lines", "in your loop"],
             ["your script + a record", "your loop, your model"],
-            ["the same, and a row", "in the tables and figures"],
+            ["the same, and a row in the", "tables, figures and predictions"],
         ),
         (
             "our loop",
             ["your data and your model", "in a copy of a stage"],
             ["our loop", "your data, your model"],
-            ["the same, and equal batches,", "and a resume that is exact", "to the last digit"],
+            ["the same, and a resume that", "is exact to the last digit"],
         ),
     ]
     for number, (name, does, runs, gets) in enumerate(lanes):
