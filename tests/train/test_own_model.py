@@ -134,7 +134,7 @@ def main():
         recorder.load(file, parts)
         epochs = range(recorder.first_epoch, opts.epochs + 1)
     else:
-        run = Run("own", opts, dist_env, samples, model, optimizer, None)
+        run = Run("own", opts, dist_env, samples, model, optimizer)
         run.resume()
         epochs = run.epochs()
     print(f"rank {dist_env.rank} took {megabytes('VmHWM') - before:.0f} MB", flush=True)

@@ -71,7 +71,7 @@ class Run:
     train_set: Data
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    lr_scheduler: LRScheduler | None
+    lr_scheduler: LRScheduler | None = None
     _: KW_ONLY
     devices: int | None = None  # the number that really compute, over all ranks; None: one for each rank
     gradient_accumulation_steps: int = 1  # micro-batches that each batch is cut into
