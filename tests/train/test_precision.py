@@ -74,6 +74,8 @@ def test_the_tool_times_what_the_device_has(script: Callable) -> None:
     assert [row.split()[0] for row in rows] == ["fp32", "bf16"]
     assert all(float(row.split()[1]) > 0 for row in rows)
     assert "bf16" in advice or "fp32" in advice
+    told = one_error(script(WHICH_PRECISION, "--precision", "bf16", "--no-cuda"))
+    assert "--precision" in told
 
 
 @pytest.mark.full
