@@ -218,7 +218,6 @@ class Outcome:
         saved: where it saved before a signal stopped it, if one did.
         requeued: whether it has gone back to the queue.
         seconds: how long it ran.
-        ended_at: when it ended, by ISO 8601.
         said: the last lines of its log.
     """
 
@@ -229,7 +228,6 @@ class Outcome:
     saved: str | None
     requeued: bool
     seconds: int
-    ended_at: str
     said: list[str]
 
     @property

@@ -457,7 +457,6 @@ WELL = Outcome(
     saved=None,
     requeued=False,
     seconds=9,
-    ended_at="2026-11-26T12:00:00+00:00",
     said=[],
 )
 CAME_BACK = replace(WELL, restart=1)

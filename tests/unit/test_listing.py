@@ -20,7 +20,6 @@ WELL = Outcome(
     saved=None,
     requeued=False,
     seconds=125,
-    ended_at="2026-11-26T18:00:00+00:00",
     said=[],
 )
 FAILED = replace(WELL, exit_code=1, why=["rank 1 on n1 was killed", "another"])

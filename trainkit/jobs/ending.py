@@ -4,7 +4,6 @@ It is asked at the end of the job script (`finish` in slurm/job_env.sh). It need
 """
 
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,7 +130,6 @@ def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> 
         saved=saved,
         requeued=ending.requeued,
         seconds=ending.seconds,
-        ended_at=datetime.now().astimezone().isoformat(timespec="seconds"),
         said=verdict.said,
     )
 
