@@ -1,8 +1,11 @@
 """The signals that ask a training to save and stop."""
 
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 # Slurm sends USR2 before the time limit, as the job scripts ask it to, and SIGTERM before it ends a job.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
@@ -22,3 +25,25 @@ def hear_stop(handler: Callable[..., None]) -> None:
 def unblock_stop_signals() -> None:
     """Let the signals through, which a job blocks until its training can handle them (slurm/job_env.sh)."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def obey_the_trainer(_worker: int) -> None:
+    """In a loader process, end when the training process says so (SIGTERM), but not when Slurm does.
+
+    Slurm signals all processes of a job. A worker that ended by that would end the training, unsaved. Give it
+    to a DataLoader as its `worker_init_fn`.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    trainer = multiprocessing.parent_process().pid
+    if not Path(f"/proc/{trainer}").exists():  # it was killed while this one started
+        os._exit(0)
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+            pass
+        os._exit(0)
+
+    try:
+        threading.Thread(target=wait, daemon=True).start()
+    except RuntimeError:  # no more threads may be started
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

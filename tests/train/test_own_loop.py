@@ -1,15 +1,15 @@
 """The parts that a Run is made of, each alone in a loop of one's own. test_early_stopping.py has another."""
 
+import random
+import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, succeeded
+from conftest import BY_FEATURE, ENVIRONMENT, STOPS, succeeded
 from forking import Forking
-
-from trainkit.config.options import parse_options
-from trainkit.errors import UserError
-from trainkit.training.checkpoint import Checkpointer
 
 # A signal to the second rank alone: both have to leave the loop after the same step.
 STOPPED = """
@@ -45,31 +45,186 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(forking: Forking, tm
     assert 3 <= int(steps_of_ranks.pop()) < 9_999
 
 
-def _train(folder: Path, *arguments: object, until: int = 3, width: int = 4) -> list[torch.Tensor]:
-    """Train up to an epoch, and return the weights."""
-    opts = parse_options("", ["--epochs", "3", "--checkpoint-dir", str(folder), *map(str, arguments)])
-    torch.manual_seed(1)
-    model = torch.nn.Linear(width, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    checkpointer = Checkpointer(opts, dataset="noise", model=model, parts={"optimizer": optimizer})
-    checkpointer.resume()
-    for epoch in checkpointer.epochs():
+# A loop as a user has it, on one process or many, with a network that is whole or split over the ranks. It is
+# disturbed in one step: the last rank, or one that writes, is killed, or gets a signal.
+OWN = """
+import os, random, resource, signal, sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from trainkit.training import stop_signal
+from trainkit.training.checkpoint import Checkpointer
+
+stop_signal.SECONDS_BETWEEN_MEETINGS = 0  # the ranks ask each other in every step
+STEPS, EPOCHS = 5, 3
+how, disturbance, disturbed_in = sys.argv[1], sys.argv[2], int(sys.argv[3])
+rank, world_size = 0, 1
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+def disturb():
+    if disturbance == "killed while it writes":
+        torch.save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    elif disturbance == "full disk":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    else:
+        os.kill(os.getpid(), signal.Signals[disturbance])
+
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, int(os.environ.get("OUTPUTS", "1"))))
+if how == "split":
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from trainkit.training.sharded import Sharded
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+elif world_size > 1:
+    model = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+loss_sum = torch.zeros(())
+for seed in (torch.manual_seed, random.seed, np.random.seed):
+    seed(1 + rank)
+trained = {"split": Sharded(model, optimizer)} if how == "split" else {"model": model, "optimizer": optimizer}
+checkpointer = Checkpointer(
+    trained | {"lr_scheduler": lr_scheduler},
+    every_steps=int(os.environ["EVERY"]),
+    settings={"batch size": int(os.environ.get("BATCH", "4"))},
+    per_rank_state={"loss_sum": loss_sum},
+)
+first_epoch, step = checkpointer.resume()
+for epoch in range(first_epoch, EPOCHS + 1):
+    while step < STEPS:
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * epoch + 10 * step + rank))
+        inputs += random.random() + np.random.rand()
         optimizer.zero_grad()
-        model(torch.randn(8, width)).square().mean().backward()
+        loss = (model(inputs) - 1).square().mean()
+        loss.backward()
+        if STEPS * (epoch - 1) + step + 1 == disturbed_in:
+            if not disturbance.startswith("SIG"):
+                checkpointer.finish()  # the disturbance is for the next checkpoint
+            if rank == world_size - 1:
+                disturb()
         optimizer.step()
-        checkpointer.save(epoch + 1)
-        if epoch == until:
-            break
-    checkpointer.finish()
-    return [weights.detach() for weights in model.parameters()]
+        loss_sum += loss.detach()
+        step += 1
+        if checkpointer.step(epoch, step):
+            if world_size > 1:
+                dist.destroy_process_group()
+            sys.exit()
+    print(f"rank {rank}, epoch {epoch}: {loss_sum.item().hex()}", flush=True)
+    lr_scheduler.step()
+    loss_sum.zero_()
+    step = 0
+checkpointer.finish()
+if world_size > 1:
+    dist.destroy_process_group()
+"""
+SPLIT = pytest.mark.skipif(torch.__version__ < "2.9", reason="needs PyTorch 2.9 or newer")
+Own = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_checkpoints_continue_a_loop_as_if_it_had_never_stopped(tmp_path: Path) -> None:
-    whole = _train(tmp_path / "whole")
-    _train(tmp_path / "stopped", until=2)
-    resumed = _train(tmp_path / "stopped", "--resume", "auto")
-    assert all(map(torch.equal, whole, resumed))
-    with pytest.raises(UserError, match="add --resume auto"):
-        _train(tmp_path / "stopped")
-    with pytest.raises(UserError, match="does not fit this training"):
-        _train(tmp_path / "stopped", "--resume", "auto", width=5)
+@pytest.fixture
+def own(forking: Forking, tmp_path: Path) -> Own:
+    """Run `OWN` in a folder of its own; the job's, as the script sees it."""
+    (tmp_path / "own.py").write_text(OWN)
+
+    def run(folder: str, how: str, disturbance: str = "", step: int = 0, **others: object) -> object:
+        job = tmp_path / folder
+        job.mkdir(exist_ok=True)
+        ranks = others.pop("ranks", 2)
+        env = ENVIRONMENT | {"EVERY": "3", "TRAINKIT_JOB_DIR": str(job)} | others
+        return forking.run(tmp_path / "own.py", how, disturbance, step, ranks=ranks, env=env)
+
+    return run
+
+
+@pytest.mark.full
+def test_the_script_of_the_page_goes_on_with_the_losses_of_one_never_stopped(
+    forking: Forking, few_images: Path, tmp_path: Path
+) -> None:
+    script = (BY_FEATURE / "own_loop.py", "--batch-size", 50, "--data-dir", few_images)
+    env = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
+    for folder in ("once", "again"):
+        (tmp_path / folder).mkdir()
+    once = succeeded(forking.run(*script, ranks=2, env=env, cwd=tmp_path / "once")).stdout
+    stopped = succeeded(forking.run(*STOPS, 5, *script, ranks=2, env=env, cwd=tmp_path / "again")).stdout
+    assert "stopped after step" in stopped
+    done = succeeded(forking.run(*script, ranks=2, env=env, cwd=tmp_path / "again")).stdout
+    losses = [re.findall(r"epoch \d: loss .*", text) for text in (once, stopped + done)]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+
+
+def _losses(*outputs: subprocess.CompletedProcess[str]) -> set[str]:
+    return {line for done in outputs for line in done.stdout.splitlines() if line.startswith("rank ")}
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("whole", None), ("whole", 2), pytest.param("split", 2, marks=SPLIT)]
+)
+def test_killed_and_stopped_by_both_signals_a_loop_has_the_losses_of_one_never_stopped(
+    how: str, ranks: int | None, own: Own, tmp_path: Path
+) -> None:
+    """To the last digit, with the signals to one rank only."""
+    once = succeeded(own("once", how, ranks=ranks))
+    assert len(_losses(once)) == 3 * (ranks or 1)
+    killed_in = random.randint(1, 14)
+    killed = own("again", how, "SIGKILL", killed_in, ranks=ranks)
+    assert killed.returncode != 0
+    job = tmp_path / "again"
+    outputs = [killed]
+    for number, disturbed_in in (("SIGUSR2", killed_in), ("SIGTERM", killed_in + 1)):
+        (job / "stopped").unlink(missing_ok=True)
+        stopped = succeeded(own("again", how, number, disturbed_in, ranks=ranks))
+        assert "stopped after" in stopped.stdout, killed_in
+        assert (job / "stopped").read_text() == f"{job / 'checkpoints'}\n"
+        outputs.append(stopped)
+    outputs.append(succeeded(own("again", how, ranks=ranks)))
+    assert _losses(*outputs) == _losses(once), killed_in
+
+
+@SPLIT
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(own: Own, tmp_path: Path) -> None:
+    once = succeeded(own("once", "split"))
+    killed = own("again", "split", "killed while it writes", 8)  # the third checkpoint is made in step 9
+    assert killed.returncode != 0
+    left = sorted(path.name for path in (tmp_path / "again" / "checkpoints").glob("[!.]*"))
+    assert left == ["epoch-1-step-3", "epoch-2-step-1"]
+    done = succeeded(own("again", "split"))
+    assert "resumed from" in done.stdout and "epoch-2-step-1" in done.stdout
+    assert _losses(killed, done) == _losses(once)
+
+
+@SPLIT
+def test_a_rank_that_cannot_write_is_one_sentence_and_the_earlier_checkpoints_stay(
+    own: Own, tmp_path: Path
+) -> None:
+    told = own("again", "split", "full disk", 8)
+    assert told.returncode != 0
+    (error,) = re.findall(r"UserError: the checkpoint .*", told.stderr)
+    assert "on rank 1" in error and "free the space" in error
+    kept = sorted(path.name for path in (tmp_path / "again" / "checkpoints").glob("*epoch*"))
+    assert kept == ["epoch-1-step-3", "epoch-2-step-1"]
+
+
+WHOLE = [
+    ("whole", {"BATCH": "8"}, "was made with batch size 4"),
+    ("whole", {"ranks": None}, "was made with ranks 2"),
+    ("whole", {"OUTPUTS": "2"}, "does not fit this training"),
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "change", "reason"),
+    [*WHOLE, pytest.param("split", {"OUTPUTS": "2"}, "its weights have other names or shapes", marks=SPLIT)],
+)
+def test_a_checkpoint_of_another_training_is_refused(
+    how: str, change: dict[str, object], reason: str, own: Own
+) -> None:
+    succeeded(own("again", how))
+    told = own("again", how, **change)
+    assert told.returncode != 0 and reason in told.stderr

@@ -100,16 +100,16 @@ def main():
 main()
 """
 
-# As the pages say: what is split goes to torch.distributed.checkpoint, and the record to the Recorder.
+# A loop with a Recorder, which saves by itself, or with all else by a Checkpointer.
 BY_RECORDER = """
 import os, sys, torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from trainkit.training.checkpoint import Checkpointer
 from trainkit.training.recorder import Recorder
+from trainkit.training.sharded import Sharded
 from trainkit import errors
 
 @errors.entrypoint
@@ -120,22 +120,27 @@ def main():
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     recorder = Recorder("own", model, optimizer, batch_size=8, epochs=2, dataset="own", results_dir=".")
-    parts = {} if "apart" in sys.argv else {"model": model, "optimizer": optimizer}
-    if "only at the end" not in sys.argv:
+    parts = {"model": model, "optimizer": optimizer}
+    checkpointer = None
+    if "by a Checkpointer" in sys.argv:
+        parts = {"split": Sharded(model, optimizer), "recorder": recorder}
+        checkpointer = Checkpointer(parts, "checkpoints")
+        checkpointer.resume()
+    elif "only at the end" not in sys.argv:
         recorder.load("record.pt", parts)
-    if recorder.first_epoch > 1:
-        states = dict(zip("mo", get_state_dict(model, optimizer)))
-        dcp.load(states, checkpoint_id="split")
-        set_state_dict(model, optimizer, model_state_dict=states["m"], optim_state_dict=states["o"])
     for epoch in range(recorder.first_epoch, int(os.environ["EPOCHS"]) + 1):
         optimizer.zero_grad()
         loss = (model(torch.ones(4, 6)) - 1).square().mean()
         loss.backward()
         optimizer.step()
         recorder.epoch(8, 1.0, loss.item())
-        dcp.save(dict(zip("mo", get_state_dict(model, optimizer))), checkpoint_id="split")
-        recorder.save("record.pt", parts)
+        if checkpointer:
+            checkpointer.save(epoch + 1)
+        else:
+            recorder.save("record.pt", parts)
     recorder.finish()
+    if checkpointer:
+        checkpointer.finish()
     dist.destroy_process_group()
 
 main()
@@ -164,7 +169,7 @@ def by_two(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Oldest first."""
-    return sorted((folder / "checkpoints").glob("*.pt"))
+    return sorted((folder / "checkpoints").glob("epoch-*"))
 
 
 def test_split_over_1_2_or_4_ranks_it_trains_as_with_ddp(by_two: Path, train: Train, tmp_path: Path) -> None:
@@ -201,34 +206,24 @@ def test_other_ranks_go_on_from_the_newest_checkpoint_that_is_whole(
     """From one in the middle of the second epoch, as the newest is damaged."""
     shutil.copytree(by_two / "checkpoints", tmp_path / "checkpoints")
     whole, damaged = checkpoints_in(tmp_path)
-    assert "epoch-2-step-" in whole.name and damaged.name == "epoch-3-step-0.pt"
-    content = bytearray(damaged.read_bytes())
+    assert "epoch-2-step-" in whole.name and damaged.name == "epoch-3-step-0"
+    of_rank_1 = damaged / "sharded" / "__1_0.distcp"
+    content = bytearray(of_rank_1.read_bytes())
     content[len(content) // 2] ^= 1  # within a weight
-    damaged.write_bytes(content)
+    of_rank_1.write_bytes(content)
 
     told = train(FSDP, tmp_path, ranks=ranks)
     assert f"warning: the checkpoint {damaged} cannot be read (wrong checksum of " in told
     assert f"resumed from {whole}" in told
     assert_same_end(tmp_path, by_two, loss=1e-4)
-    assert checkpoints_in(tmp_path) == [whole, damaged]  # that was written anew
+    aside = damaged.with_suffix(".damaged")
+    assert checkpoints_in(tmp_path) == [whole, damaged, aside]  # that was written anew
 
 
-@pytest.mark.parametrize(
-    ("change", "reason", "how"),
-    [
-        ({}, "is split over ranks", "ddp"),
-        ({"conv1.bias": torch.zeros(1)}, "its weights have other names or shapes", "shard"),
-    ],
-)
-def test_what_cannot_go_on_is_one_sentence(
-    change: dict, reason: str, how: str, by_two: Path, script: Script, tmp_path: Path
-) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    state = torch.load(checkpoints_in(by_two)[-1])
-    state["parts"]["model"].update(change)
-    torch.save(state, tmp_path / "checkpoints" / "epoch-3-step-0.pt")
-    told = failed(script(FSDP, *SMALL, *places(tmp_path), "--how", how))
-    assert "epoch-3-step-0.pt" in told and reason in told
+def test_one_that_is_split_goes_on_split_only(by_two: Path, script: Script, tmp_path: Path) -> None:
+    shutil.copytree(by_two / "checkpoints", tmp_path / "checkpoints")
+    told = failed(script(FSDP, *SMALL, *places(tmp_path), "--how", "ddp"))
+    assert "is split over ranks" in told
 
 
 def test_a_pipeline_trains_as_one_process_and_goes_on_with_another_number(
@@ -238,7 +233,7 @@ def test_a_pipeline_trains_as_one_process_and_goes_on_with_another_number(
     train(PIPELINE, one, "--micro-batches", 1, ranks=1)
     train(PIPELINE, two, "--micro-batches", 6, ranks=2)
     shutil.copytree(two / "checkpoints", four / "checkpoints")
-    checkpoints_in(four)[-1].unlink()
+    shutil.rmtree(checkpoints_in(four)[-1])
     train(PIPELINE, four, "--micro-batches", 3, ranks=4)
     deep = runpy.run_path(str(PIPELINE))["Deep"](4, 0, 1)
     for folder in (two, four):
@@ -270,7 +265,7 @@ def test_a_share_of_a_network_is_never_saved_as_all_of_it(
     given = ("--epochs", 1, "--batch-size", 32, "--save-model", *places(tmp_path))
     told = failed(script(own, *given, ranks=2, env={"SPLIT": split}))
     assert f"error on rank 0: {part} " in told and "give Run sharded=Sharded(model, optimizer)" in told
-    assert not [*tmp_path.glob("checkpoints/*.pt"), *tmp_path.glob("models/*.pt")]
+    assert not [*tmp_path.glob("checkpoints/epoch-*"), *tmp_path.glob("models/*.pt")]
     assert len([*tmp_path.glob("runs/*.csv")]) == (split == "later")  # of the epoch that it has trained
 
 
@@ -291,7 +286,7 @@ def test_what_is_given_as_sharded_is_saved_whole(split: str, script: Script, tmp
 def by_recorder(tmp_path: Path) -> Path:
     """A training that keeps all that it has in `tmp_path`."""
     text = BY_RECORDER
-    for place in (".", "record.pt", "split"):
+    for place in (".", "record.pt", "checkpoints"):
         text = text.replace(f'"{place}"', repr(str(tmp_path / place)))
     (own := tmp_path / "own.py").write_text(text)
     return own
@@ -303,15 +298,14 @@ def test_a_recorder_never_saves_a_share_as_all(
 ) -> None:
     told = failed(script(by_recorder, when, ranks=2, env={"EPOCHS": "2"}))
     assert "error on rank 0: model is split over the ranks" in told
-    assert "torch.distributed.checkpoint" in told
+    assert "keep Sharded(model, optimizer)" in told
     assert not (tmp_path / "record.pt").exists()
     assert len([*tmp_path.glob("runs/*.csv")]) == (when != "before")
 
 
-def test_a_recorder_goes_on_beside_a_checkpoint_of_pytorch(
-    by_recorder: Path, script: Script, tmp_path: Path
-) -> None:
+def test_a_recorder_goes_on_beside_a_split_network(by_recorder: Path, script: Script, tmp_path: Path) -> None:
     for epochs in "12":
-        succeeded(script(by_recorder, "apart", ranks=2, env={"EPOCHS": epochs}))
-    losses = [row["train_loss"] for row in rows_of(tmp_path)]
-    assert len(losses) == 2 and losses[1] < losses[0]
+        succeeded(script(by_recorder, "by a Checkpointer", ranks=2, env={"EPOCHS": epochs}))
+    before, after = rows_of(tmp_path)
+    assert after["train_loss"] < before["train_loss"]
+    assert [before["epoch"], after["epoch"]] == [1, 2] and after["resumed_from"] == before["start"]

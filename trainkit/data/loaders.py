@@ -6,15 +6,12 @@ Step k takes the k-th block of `batch_size` indices, and each rank a contiguous 
 So N ranks together see exactly the batches that one process sees.
 """
 
-import multiprocessing
 import os
 import random
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from tempfile import gettempdir
 from typing import Protocol
 
@@ -28,7 +25,7 @@ from trainkit.devices import accelerator_of
 from trainkit.distributed import process_group
 from trainkit.distributed.launchers import DistEnv
 from trainkit.errors import UserError, explain, first_line
-from trainkit.signals import STOP_SIGNALS
+from trainkit.signals import STOP_SIGNALS, obey_the_trainer
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # or what a collate_fn makes
 Data = InMemoryDataset | Dataset  # any with a length and samples by number
@@ -349,7 +346,7 @@ class WorkerBatches(Batches):
             batch_sampler=batch_sampler,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            worker_init_fn=_obey_the_parent,
+            worker_init_fn=obey_the_trainer,
             pin_memory=accelerator_of(device).has_own_memory,
             **dataloader_arguments,
         )
@@ -398,23 +395,6 @@ class WorkerBatches(Batches):
                 f"a loader process was killed ({first_line(error) or type(error).__name__}): perhaps the "
                 "memory was full, then lower --num-workers, or ask Slurm for more with --mem."
             ) from None
-
-
-def _obey_the_parent(worker: int) -> None:
-    """In a loader process, exit on the parent's SIGTERM, sent at the end, though the signal is blocked."""
-    parent = multiprocessing.parent_process().pid
-    if not Path(f"/proc/{parent}").exists():  # it was killed while this one started
-        os._exit(0)
-
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-            pass
-        os._exit(0)
-
-    try:
-        threading.Thread(target=wait, daemon=True).start()
-    except RuntimeError:  # no more threads may be started
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _first(dataset: Data, n: int) -> Data:

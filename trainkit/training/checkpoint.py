@@ -1,44 +1,57 @@
 """Save the state of the training, and resume from it later.
 
-A checkpoint is one file, `epoch-E-step-S.pt`, made before step S (counted from 0) of epoch E; `Checkpoint`
-says what is in it. Of those that `Checkpointer` saves the two newest are kept: if the last one is damaged, a
-resume takes the one before it.
+`epoch-E-step-S.pt` is a checkpoint made when S steps of epoch E were done: one file, which `torch.load`
+opens; `Checkpoint` says what is in it. Of a network that is split over the ranks it is a folder
+`epoch-E-step-S`: that file is in it as `state.pt`, with all but the split parts, and each of these has a
+folder of its own, to which every rank has written its share (sharded.py). It has that name when it is whole.
+
+The two newest are kept: if the last one is damaged, a resume sets it aside, and takes the one before it.
 """
 
 import io
+import os
 import re
+import shutil
 import sys
 import time
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit import job_folder
-from trainkit.config.options import Options
-from trainkit.devices import random_states, seed_gpus, set_random_states
 from trainkit.distributed import process_group
-from trainkit.errors import Stopped, UserError, first_line, print_line
+from trainkit.errors import PeerError, UserError, first_line, print_line
 from trainkit.files import check_writable, explained, locked
-from trainkit.record.records import RecordWriter
 from trainkit.training import identity
-from trainkit.training.evaluation import PartialEpoch, diverged
+from trainkit.training.evaluation import diverged
 from trainkit.training.model import class_name, unwrapped
-from trainkit.training.state_file import fitting, load_parts, load_verified, refuse_shares, save, write
+from trainkit.training.rng_states import rng_states, seed_anew, set_rng_states
+from trainkit.training.state_file import (
+    fitting,
+    load_parts,
+    load_verified,
+    refuse_shares,
+    save,
+    states_of,
+    write,
+)
+from trainkit.training.stop_signal import Agreement, StopSignal
+from trainkit.training.weights import IF_SHARDED, check_equal, check_whole
 
 if TYPE_CHECKING:
-    from trainkit.training.sharded import Sharded
+    from trainkit.training.sharded import Sharded  # takes long to import, and few scripts need it
 
-VERSION = 5  # of the fields of Checkpoint
+VERSION = 6  # of the fields of Checkpoint
 CHECKPOINTS_KEPT = 2
 LOCK = ".lock"
-NAME = re.compile(r"epoch-(\d+)-step-(\d+)\.pt")
-# The names of the parts that every training with a Run has, so that a script's own parts have others.
-PARTS_OF_RUN = ("model", "optimizer", "lr_scheduler", "early_stopping")
+NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.pt)?")
+STATE = "state.pt"
+ANOTHER_FOLDER = "give another folder for checkpoints."
 
 
 @dataclass
@@ -46,172 +59,240 @@ class Checkpoint:
     """The content of one file. All of it is tensors, numbers, texts, and lists or dictionaries of them."""
 
     epoch: int  # the epoch to go on with, counted from 1
-    partial_epoch: dict[str, object] | None  # the fields of PartialEpoch, if it was saved within that epoch
-    # The state_dict of each part by its name: the network without wrappers, the optimizer, the lr_scheduler,
-    # and what else the script keeps. A network that is split over the ranks is whole in it.
-    parts: dict[str, dict[str, object]]
-    # Whether the states of network and optimizer are those of Sharded, by the names of the weights.
-    sharded: bool
+    step: int  # the steps of it that are done
+    # The state_dict of each part by its name, but of those that are split over the ranks. Networks are
+    # without wrappers.
+    parts: dict[str, object]
     # What the script keeps for each rank, as bytes of torch.save.
     per_rank_state: list[torch.Tensor] | None
     # The states of the generators of each rank.
-    rng_states: list[list[torch.Tensor]]
+    rng_states: list[dict[str, object]]
     # What makes another training: see Checkpointer._describe_training.
-    training: dict[str, object]
-    # What the record of the next start has to know of this one's; empty without a record.
-    record: dict[str, object]
+    settings: dict[str, object]
     version: int = VERSION
 
 
-class Newest(NamedTuple):
-    """The newest checkpoint that can be read, and its file."""
+class Progress(NamedTuple):
+    """How far a training is: `step` steps of `epoch` are done, which counts from 1."""
+
+    epoch: int = 1
+    step: int = 0
+
+
+class Found(NamedTuple):
+    """The newest checkpoint that can be read; what its file has is only on rank 0."""
 
     path: Path
-    checkpoint: Checkpoint
+    state: dict[str, object] | None
 
 
 class Checkpointer:
-    """The checkpoints of one training, in `--checkpoint-dir`; without that option nothing is saved.
+    """The checkpoints of one training, in any loop, on one process or many.
 
-        checkpointer = Checkpointer(opts, dataset="digits", model=model, parts={"optimizer": optimizer})
-        checkpointer.resume()
-        for epoch in checkpointer.epochs():
-            ...  # train
-            checkpointer.save(epoch + 1)
+        checkpointer = Checkpointer({"model": model, "optimizer": optimizer}, every_steps=100)
+        epoch, step = checkpointer.resume()
+        for epoch in range(epoch, epochs + 1):
+            for batch in ...:  # without those of the first `step` steps
+                ...  # the training step
+                step += 1
+                if checkpointer.step(epoch, step):
+                    return  # a signal came, and all is saved: a job comes back by itself
+            step = 0
         checkpointer.finish()
 
-    Every rank creates one after the process group, and calls its methods at the same points.
+    Every rank creates one after the process group, and calls its methods at the same points. From its
+    creation on USR2 and SIGTERM do not end the process: `step` acts on them.
 
     Args:
-        options: what shapes the training is compared at a resume; the others say where checkpoints are, when
-            one is due, and how many epochs there are.
-        dataset: its name; a checkpoint of another data set is refused.
-        model: the network, wrapped or not.
-        parts: what else is saved, by name: the optimizer and others with a state_dict and load_state_dict.
-        record: the record of the training, which only rank 0 has.
-        sharded: the network and optimizer, if they are split over the ranks.
-        per_rank_state: what differs by rank, by name: each rank gets its own back.
+        parts: what is saved, by name: anything with a state_dict and load_state_dict, such as the network
+            (wrapped or not), the optimizer, the lr_scheduler, a GradScaler, averaged weights; or a tensor.
+            They are the same on all ranks, or rank 0's count. Of a network that is split over the ranks,
+            `Sharded(model, optimizer)` is one part in place of both.
+        folder: by default `checkpoints` in the job's own folder; by hand in the one you are in. Split parts
+            need a folder that all ranks share.
+        every_steps, every_minutes: when `step` saves: whichever comes first.
+        settings: what else makes another training, by name, such as {"batch size": 64}: a checkpoint that was
+            made with others is refused. The kinds of network, optimizer and lr_scheduler are compared anyway,
+            and the number of ranks.
+        any_world_size: go on with another number of ranks, too. Each then begins with new random numbers.
+        per_rank_state: what differs by rank, by name, as `parts`: each rank gets its own back, and so does
+            the state of its random numbers (Python, NumPy, PyTorch, its GPU).
 
     Raises:
-        UserError: if the folder cannot be written to, or another run saves there.
+        UserError: if the folder cannot be written to, or another run saves there, or a part is split over the
+            ranks and not in `Sharded`.
     """
 
     def __init__(
         self,
-        options: Options,
+        parts: "dict[str, object | Sharded]",
+        folder: Path | str | None = None,
         *,
-        dataset: str,
-        model: nn.Module,
-        parts: dict[str, object],
-        record: RecordWriter | None = None,
-        sharded: "Sharded | None" = None,
+        every_steps: int | None = None,
+        every_minutes: float = 10,
+        settings: dict[str, object] | None = None,
+        any_world_size: bool = False,
         per_rank_state: dict[str, object] | None = None,
     ) -> None:
-        self._options = options
-        self._folder = options.checkpoint_dir
-        self._record = record
-        # Without the wrappers, so that every stage can load it.
-        self._model = unwrapped(model)
-        self._sharded = sharded
-        self._per_rank_state = per_rank_state or {}
-        self._parts = {"model": self._model} | parts
+        folder = folder or Path(os.environ.get(job_folder.VARIABLE, ".")) / job_folder.CHECKPOINTS
+        self.folder = Path(folder).absolute()
+        self._every_steps = every_steps
+        self._every_minutes = every_minutes
+        self._sharded: dict[str, Sharded] = {name: part for name, part in parts.items() if _is_split(part)}
+        # Without the wrappers, so that a script that wraps its network otherwise can load it.
+        self._parts = {name: _unwrapped(part) for name, part in parts.items() if not _is_split(part)}
+        self._per_rank_state = {name: _unwrapped(part) for name, part in (per_rank_state or {}).items()}
+        check_whole(self._parts | self._per_rank_state, IF_SHARDED)
+        check_equal(self._parts, IF_SHARDED)
         # Before anything is loaded, as the optimizer and the schedule are now as the script has made them.
-        self._training = self._describe_training(dataset)
-        if sharded:
-            del self._parts["model"], self._parts["optimizer"]
-        self._first_epoch = 1
-        self._partial_epoch: PartialEpoch | None = None
+        self._settings = self._describe_training(settings or {}, any_world_size)
+        self._seed = process_group.broadcast(torch.initial_seed())
+        device = _device_of(parts)
+        self._stop_signal = StopSignal(device)
+        self._agreement = Agreement(device)
+        self._is_stopped = False
+        self._has_resumed = False
+        self._progress = Progress()
         self._saved_at = time.monotonic()
-        if self._folder:
-            process_group.on_rank_0(self._open_folder)
+        self._steps_since_save = 0
+        # What writes the split parts while the training goes on.
+        self._executor = ThreadPoolExecutor(max_workers=1)
+        self._writing: Future[str] | None = None
+        process_group.on_rank_0(self._open_folder)
+        if self._sharded and not all(process_group.gather(self.folder.is_dir())):
+            raise UserError(f"not all ranks see {self.folder}: give a folder that they share.")
 
-    def resume(self) -> None:
-        """With `--resume auto`, go on from the newest checkpoint, if there is one.
+    def resume(self) -> Progress:
+        """Go on from the newest checkpoint, and return where it was made; `Progress(1, 0)` if there is none.
 
         Raises:
-            UserError: if no checkpoint can be read, the newest is of another training, or one is there and
-                `--resume` was not given.
+            UserError: if there are checkpoints and none can be read, or the newest is of another training.
         """
-        if self._folder:
-            process_group.on_rank_0(self._refuse_checkpoints_of_an_earlier_run)
-            self._load_newest()
+        self._has_resumed = True
+        self._load_newest()
+        return self._progress
 
-    def epochs(self) -> range:
-        """Return the epochs that remain to be trained."""
-        return range(self._first_epoch, self._options.epochs + 1)
+    def step(self, epoch: int, step: int) -> bool:
+        """Save if it is time to, or a signal asks to stop; return whether all ranks have to leave the loop.
 
-    def partial_epoch(self, epoch: int) -> PartialEpoch | None:
-        """Return the part of `epoch` that an earlier process trained, or None."""
-        return self._partial_epoch if epoch == self._first_epoch else None
+        Call it after every step of the optimizer, when `step` steps of `epoch` are done. If it is time to
+        leave, everything is saved, and a job goes back to the queue when the script ends.
+
+        Raises:
+            UserError: as `save`.
+        """
+        if self._is_stopped:
+            return True
+        self._steps_since_save += 1
+        is_time = self._every_steps is not None and self._steps_since_save >= self._every_steps
+        stop = False
+        if self._agreement.is_due():
+            stop, minutes_are_over = self._agreement.ask(self.was_asked_to_stop(), self.is_due())
+            is_time = is_time or stop or minutes_are_over
+        if is_time:
+            self.save(epoch, step)
+        if stop:
+            self.report_stop()
+        return stop
+
+    def should_stop(self) -> bool:
+        """Return whether `step` has saved and asked to leave the loop: the same on all ranks."""
+        return self._is_stopped
+
+    def save(self, epoch: int, step: int = 0) -> None:
+        """Save now: `step` steps of `epoch` are done. Split parts are written while the training goes on.
+
+        Raises:
+            UserError: if the weights are not finite, or a file cannot be written, of this checkpoint or of
+                the one before it; earlier checkpoints are kept.
+        """
+        if not self._has_resumed:
+            # It would begin anew, and its checkpoints could count as older than those of an earlier start.
+            raise UserError("this training saves checkpoints: call resume() of its Checkpointer before.")
+        self._wait()
+        self._progress = Progress(epoch, step)
+        self._check_finite()
+        # What all ranks have to give; rank 0 has the rest.
+        states_of_ranks = process_group.gather(rng_states())
+        per_rank_state = process_group.gather(self._packed_per_rank_state()) if self._per_rank_state else None
+        path = self.folder / f"epoch-{epoch}-step-{step}.pt"
+        if not self._sharded:
+            process_group.on_rank_0(lambda: self._write(path, states_of_ranks, per_rank_state))
+            process_group.on_rank_0(self._remove_old)
+        else:
+            path = path.with_suffix("")
+            unfinished = path.with_name(f".{path.name}.tmp")
+            process_group.on_rank_0(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+            process_group.on_rank_0(lambda: self._write(unfinished / STATE, states_of_ranks, per_rank_state))
+            written = [part.start_saving(unfinished / name) for name, part in self._sharded.items()]
+            self._writing = self._executor.submit(self._complete, written, unfinished, path)
+        self._saved_at = time.monotonic()
+        self._steps_since_save = 0
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written; call it before the process group is destroyed.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
+        self._wait()
+
+    # --- what a Run asks for by itself ------------------------------------------------------------------
+
+    def was_asked_to_stop(self) -> bool:
+        """Return whether a signal came to this process; other ranks may have got none, or not yet."""
+        return self._stop_signal.was_sent
 
     def is_due(self) -> bool:
-        """Return whether --checkpoint-minutes are over since the last one; False on all ranks but 0."""
-        if not (self._folder and process_group.is_rank_0()):
-            return False
-        return time.monotonic() - self._saved_at > 60 * self._options.checkpoint_minutes
+        """Return whether `every_minutes` are over since the last one; False on all ranks but 0."""
+        return process_group.is_rank_0() and time.monotonic() - self._saved_at > 60 * self._every_minutes
 
-    def save(self, epoch: int, partial_epoch: PartialEpoch | None = None) -> None:
-        """Save the state before `epoch`, or within it after the steps of `partial_epoch`.
-
-        Raises:
-            UserError: if the weights are not finite, or the file cannot be written; earlier checkpoints
-                are kept.
-        """
-        if not self._folder:
-            return
-        # What `epochs`, `finish` and `stop` go by from now on.
-        self._first_epoch = epoch
-        self._partial_epoch = partial_epoch
-        self._check_finite()
-        # What all ranks have to give; rank 0 has the rest, and writes the file.
-        rng_states = process_group.gather(random_states())
-        per_rank_state = process_group.gather(self._packed_per_rank_state()) if self._per_rank_state else None
-        of_sharded = self._sharded.state_dict() if self._sharded else {}
-        process_group.on_rank_0(
-            lambda: self._write(of_sharded, per_rank_state=per_rank_state, rng_states=rng_states)
-        )
-        self._saved_at = time.monotonic()
-
-    def stop(self) -> NoReturn:
-        """End the training on all ranks after a `save`, so that a later start goes on from it.
-
-        Raises:
-            Stopped: on every rank.
-            UserError: if the note for slurm/job_env.sh cannot be written.
-        """
-        text = f"stopped after {self._where()} by a signal; --resume auto goes on from {self._folder}"
-        process_group.on_rank_0(lambda: report_stop(text, self._folder))
-        # After rank 0 has saved: a rank that left earlier would end the whole job step.
-        process_group.destroy_distributed()
-        raise Stopped(text)
-
-    def finish(self, ended_early: bool = False) -> None:
-        """Remove the checkpoints in a job's own folder, which are not needed after the end.
+    def report_stop(self, goes_on: str = "the next start") -> str:
+        """Wait until the last checkpoint is written, then say that the training has stopped.
 
         Args:
-            ended_early: no further epoch will be trained, though there would be one.
+            goes_on: what goes on from there.
+
+        Returns:
+            What was said.
+
+        Raises:
+            UserError: if it cannot be written, or the note for slurm/job_env.sh cannot.
         """
-        job = job_folder.here()
-        is_over = ended_early or not self.epochs()
-        if not (is_over and self._folder and job and process_group.is_rank_0()):
-            return
-        if self._folder.resolve().is_relative_to(job.resolve()):
-            with suppress(OSError):  # the run went well
-                for path in _checkpoints(self._folder):
-                    path.unlink(missing_ok=True)
-                (self._folder / LOCK).unlink(missing_ok=True)
-                self._folder.rmdir()
+        self._wait()
+        text = f"stopped after {self._where()} by a signal; {goes_on} goes on from {self.folder}"
+        process_group.on_rank_0(lambda: report_stop(text, self.folder))
+        self._is_stopped = True
+        return text
+
+    def has_any(self) -> bool:
+        """Return whether there are checkpoints in the folder."""
+        return bool(_checkpoints(self.folder))
+
+    def remove_all(self) -> None:
+        """Remove the checkpoints; rank 0 does."""
+        if process_group.is_rank_0():
+            for path in _checkpoints(self.folder):
+                _remove(path)
+            (self.folder / LOCK).unlink(missing_ok=True)
+            self.folder.rmdir()
 
     # --- saving -------------------------------------------------------------------------------------
 
     def _where(self) -> str:
         """Say what is done: before the first step of an epoch, that is the epoch before it."""
-        if self._partial_epoch:
-            return f"step {self._partial_epoch.steps} of epoch {self._first_epoch}"
-        return f"epoch {self._first_epoch - 1}"
+        epoch, step = self._progress
+        return f"step {step} of epoch {epoch}" if step else f"epoch {epoch - 1}"
 
     def _check_finite(self) -> None:
-        trained = [weights for weights in self._model.parameters() if weights.requires_grad]
+        networks = [*self._parts.values(), *(part.model for part in self._sharded.values())]
+        trained = [
+            weights
+            for network in networks
+            if isinstance(network, nn.Module)
+            for weights in network.parameters()
+            if weights.requires_grad
+        ]
         is_finite = all(weights.isfinite().all() for weights in trained)
         if not all(process_group.gather(is_finite)):
             raise diverged(f"the weights are no longer numbers after {self._where()}")
@@ -219,86 +300,162 @@ class Checkpointer:
     def _packed_per_rank_state(self) -> torch.Tensor:
         """Return this rank's own state as bytes, as its tensors may be on a device that rank 0 has not."""
         content = io.BytesIO()
-        write({name: part.state_dict() for name, part in self._per_rank_state.items()}, content)
+        write(states_of(self._per_rank_state), content)
         return torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
 
     def _write(
         self,
-        of_sharded: dict[str, dict],
-        *,
+        path: Path,
+        states_of_ranks: list[dict[str, object]],
         per_rank_state: list[torch.Tensor] | None,
-        rng_states: list[list[torch.Tensor]],
     ) -> None:
-        """Write a checkpoint, on rank 0, and remove those that are no longer needed."""
-        partial_epoch = self._partial_epoch
+        """Write the file of a checkpoint, on rank 0."""
         checkpoint = Checkpoint(
-            epoch=self._first_epoch,
-            partial_epoch=vars(partial_epoch) if partial_epoch else None,
-            parts=of_sharded | {name: part.state_dict() for name, part in self._parts.items()},
-            sharded=self._sharded is not None,
+            epoch=self._progress.epoch,
+            step=self._progress.step,
+            parts=states_of(self._parts),
             per_rank_state=per_rank_state,
-            rng_states=rng_states,
-            training=self._training,
-            record=self._record.state_dict() if self._record else {},
+            rng_states=states_of_ranks,
+            settings=self._settings,
         )
         refuse_shares(checkpoint.parts)
-        step = partial_epoch.steps if partial_epoch else 0
-        path = self._folder / f"epoch-{self._first_epoch}-step-{step}.pt"
-        advice = "free the space or give another --checkpoint-dir. Earlier checkpoints and results are kept."
-        save("the checkpoint", vars(checkpoint), path, advice)
-        with explained(f"old checkpoints in {self._folder} cannot be removed", "mend its permissions."):
-            for old in _checkpoints(self._folder)[:-CHECKPOINTS_KEPT]:
-                old.unlink()
+        save("the checkpoint", vars(checkpoint), path, _advice())
+
+    def _complete(self, written: list[Future], unfinished: Path, path: Path) -> str:
+        """Wait for the files of all ranks; then have the checkpoint count, or remove what there is of it.
+
+        Returns:
+            Why it could not be written; "" if it was.
+        """
+        from trainkit.training.sharded import failure_of
+
+        failures = [failure_of(error) for error in map(Future.exception, written) if error is not None]
+        if not process_group.is_rank_0():
+            return "".join(failures[:1])
+        if failures:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            return failures[0]
+        try:
+            if path.exists():  # saved at the same step before
+                replaced = path.with_name(f".{path.name}.replaced.tmp")
+                path.rename(replaced)
+                unfinished.rename(path)
+                _remove(replaced)
+            else:
+                unfinished.rename(path)
+            self._remove_old()
+        except (OSError, UserError) as error:
+            return first_line(error)
+        return ""
+
+    def _wait(self) -> None:
+        """Wait until the split parts of the last checkpoint are written; on all ranks.
+
+        Raises:
+            UserError: if that has failed.
+        """
+        if self._writing is None:
+            return
+        failure = self._writing.result()
+        self._writing = None
+        failed = [rank for rank, other in enumerate(process_group.gather(failure)) if other]
+        if failed and failed[0] == process_group.rank():
+            raise UserError(
+                f"the checkpoint after {self._where()} cannot be written to {self.folder} ({failure}): "
+                f"{_advice()}"
+            )
+        if failed:
+            raise PeerError(f"rank {failed[0]} had to stop: see its error.")
+
+    def _remove_old(self) -> None:
+        with explained(f"old checkpoints in {self.folder} cannot be removed", "mend its permissions."):
+            for old in _checkpoints(self.folder)[:-CHECKPOINTS_KEPT]:
+                _remove(old)
 
     def _open_folder(self) -> None:
-        fix = "give another --checkpoint-dir."
-        check_writable(self._folder, "checkpoints", fix)
-        held = f"another run saves its checkpoints in {self._folder}: wait for its end, or {fix}"
-        self._lock = locked(self._folder / LOCK, held)
-        for leftover in self._folder.glob(".epoch-*-step-*.pt.*.tmp"):  # of a process that was killed
-            leftover.unlink(missing_ok=True)
+        check_writable(self.folder, "checkpoints", ANOTHER_FOLDER)
+        held = f"another run saves its checkpoints in {self.folder}: wait for its end, or {ANOTHER_FOLDER}"
+        self._lock = locked(self.folder / LOCK, held)
+        for leftover in self.folder.glob(".epoch-*-step-*.tmp"):  # of a process that was killed
+            _remove(leftover)
 
     # --- resuming -----------------------------------------------------------------------------------
 
-    def _refuse_checkpoints_of_an_earlier_run(self) -> None:
-        if _checkpoints(self._folder) and self._options.resume == "never":
-            raise UserError(
-                f"{self._folder} holds the checkpoints of an earlier run: add --resume auto to go on "
-                "with it, or give another --checkpoint-dir."
-            )
-
     def _load_newest(self) -> None:
-        # Only one rank reads the file, so that all ranks get the same one; on the others this is None.
-        newest = process_group.on_rank_0(self._read_newest)
-        # Of these each rank gets its own share, and none but rank 0 has all.
-        of_sharded: dict[str, dict] = {"model": {}, "optimizer": {}}
-        if newest and self._sharded:
-            of_sharded = {name: newest.checkpoint.parts.pop(name) for name in of_sharded}
-        newest = process_group.broadcast(newest)
-        if newest is None:
+        # Only rank 0 reads what is whole, so that all ranks get the same.
+        found = self._newest_readable()
+        if found is None:
             return
-        path, checkpoint = newest
-        with fitting(path, "give another --checkpoint-dir."):
+        path = found.path
+        checkpoint = process_group.broadcast(process_group.on_rank_0(lambda: self._checked(found)))
+        with fitting(path, ANOTHER_FOLDER):
             load_parts(self._parts, checkpoint.parts)
-            if self._sharded:
-                self._sharded.load_state_dict(of_sharded)
+            for name, part in self._sharded.items():
+                part.load(path / name)
             self._load_per_rank_state(checkpoint.per_rank_state)
-        _set_rng_states(checkpoint.rng_states, self._options.seed + 1000 * checkpoint.epoch)
-        self._first_epoch = checkpoint.epoch
-        self._partial_epoch = PartialEpoch(**checkpoint.partial_epoch) if checkpoint.partial_epoch else None
-        process_group.on_rank_0(lambda: self._resume_record(checkpoint.record))
+        self._set_rng_states(checkpoint)
+        self._progress = Progress(checkpoint.epoch, checkpoint.step)
         process_group.on_rank_0(lambda: print_line(f"resumed from {path}"))
 
-    def _resume_record(self, state: dict[str, object]) -> None:
-        if self._record and state:
-            self._record.load_state_dict(state)
+    def _newest_readable(self) -> Found | None:
+        """Find the newest checkpoint that can be read, on all ranks; name damaged ones and set them aside.
 
-    def _read_newest(self) -> Newest | None:
-        """Return the newest checkpoint that can be read, if it is of this training; on rank 0."""
-        newest = _newest(self._folder)
-        if newest:
-            self._check_training(newest.path, newest.checkpoint)
-        return newest
+        Raises:
+            UserError: if there are checkpoints, and none can be read.
+        """
+        paths = process_group.broadcast(process_group.on_rank_0(lambda: _checkpoints(self.folder)))
+        damaged = []
+        for path in reversed(paths):
+            problem = ""
+            state = None
+            if process_group.is_rank_0():
+                try:
+                    state = load_verified(_file_of(path))
+                except Exception as error:  # PyTorch raises many kinds for a damaged file
+                    problem = first_line(error) or type(error).__name__
+            if _is_folder(path):
+                problem = problem or _problem_of_split_parts(path)
+            problem = next(filter(None, process_group.gather(problem)), "")
+            if not problem:
+                process_group.on_rank_0(lambda: _set_aside(damaged))
+                return Found(path, state)
+            if process_group.is_rank_0() and not damaged:
+                print_line(f"warning: the checkpoint {path} cannot be read ({problem})", sys.stderr)
+            damaged.append(path)
+        process_group.on_rank_0(lambda: self._refuse(damaged))
+        return None
+
+    def _refuse(self, damaged: list[Path]) -> None:
+        if damaged:
+            raise UserError(f"no checkpoint in {self.folder} can be read: {ANOTHER_FOLDER}")
+
+    def _checked(self, found: Found) -> Checkpoint:
+        """Return what a checkpoint has, if it is of this training; on rank 0.
+
+        Raises:
+            UserError: if it is of another one, or of another version.
+        """
+        path, state = found
+        version = state.get("version")
+        if version != VERSION:
+            raise UserError(
+                f"{path} has version {version}, and this program reads {VERSION}: {ANOTHER_FOLDER}"
+            )
+        checkpoint = Checkpoint(**state)
+        if _is_folder(path) != bool(self._sharded):
+            how = "split" if _is_folder(path) else "not split"
+            raise UserError(f"the network of {path} is {how} over ranks: {ANOTHER_FOLDER}")
+        saved = checkpoint.settings
+        differ = []
+        for name in self._settings | saved:
+            if self._settings.get(name) != saved.get(name):
+                value = "not given" if saved.get(name) is None else saved[name]
+                differ.append(f"{name} {value}")
+        if differ:
+            raise UserError(
+                f"{path} was made with {', '.join(differ)}: give the same, or another folder for checkpoints."
+            )
+        return checkpoint
 
     def _load_per_rank_state(self, per_rank_state: list[torch.Tensor] | None) -> None:
         if bool(self._per_rank_state) != bool(per_rank_state):
@@ -312,89 +469,98 @@ class Checkpointer:
         content = io.BytesIO(per_rank_state[process_group.rank()].numpy().tobytes())
         load_parts(self._per_rank_state, torch.load(content, map_location="cpu", weights_only=True))
 
+    def _set_rng_states(self, checkpoint: Checkpoint) -> None:
+        """Restore this rank's generators; seed them anew if the ranks or GPUs were others at the save."""
+        states = checkpoint.rng_states
+        if len(states) == process_group.count() and set_rng_states(states[process_group.rank()]):
+            return
+        seed_anew((self._seed + 1000 * checkpoint.epoch) % 2**63)
+
     # --- which training it is -----------------------------------------------------------------------
 
-    def _describe_training(self, dataset: str) -> dict[str, object]:
-        """Return what makes another training: options, data, the network, optimizers and schedules."""
-        training = self._options.shaping() | {"dataset": dataset, "model": class_name(self._model)}
+    def _describe_training(self, settings: dict[str, object], any_world_size: bool) -> dict[str, object]:
+        """Return what makes another training, by words for a sentence."""
+        described = dict(settings)
+        if not any_world_size:
+            described["ranks"] = process_group.count()
         for name, part in self._parts.items():
-            if isinstance(part, torch.optim.Optimizer):
-                training[name] = identity.of_optimizer(part, sharded=self._sharded is not None)
+            if isinstance(part, nn.Module):
+                described[f"the {name}"] = class_name(part)
+            elif isinstance(part, torch.optim.Optimizer):
+                described[f"the {name}"] = identity.of_optimizer(part)
             elif isinstance(part, LRScheduler):
-                training[name] = type(part).__name__
-        return training
-
-    def _check_training(self, path: Path, checkpoint: Checkpoint) -> None:
-        """Raise a UserError if a checkpoint is of another training than this one."""
-        if checkpoint.sharded != (self._sharded is not None):
-            how = "split" if checkpoint.sharded else "not split"
-            raise UserError(f"the network of {path} is {how} over ranks: give another --checkpoint-dir.")
-        saved = checkpoint.training
-        differ = []
-        for name in self._training | saved:
-            if self._training.get(name) != saved.get(name):
-                value = "not given" if saved.get(name) is None else saved[name]
-                differ.append(f"{self._in_words(name)} {value}")
-        if differ:
-            raise UserError(
-                f"{path} was made with {', '.join(differ)}: give the same, or another --checkpoint-dir."
-            )
-
-    def _in_words(self, name: str) -> str:
-        is_option = name in self._options.shaping()
-        return f"--{name.replace('_', '-')}" if is_option else f"the {name}"
+                described[f"the {name}"] = type(part).__name__
+        for name, part in self._sharded.items():
+            optimizer = identity.of_optimizer(part.optimizer, sharded=True)
+            described[f"the {name}"] = f"{class_name(part.model)} and {optimizer}"
+        return described
 
 
-def _newest(folder: Path) -> Newest | None:
-    """Return the newest readable checkpoint; name damaged ones and set them aside.
+def _is_split(part: object) -> bool:
+    return hasattr(part, "start_saving")  # its class takes long to import
 
-    Raises:
-        UserError: if there are checkpoints, and none can be read; or if it is of another version.
-    """
-    paths = _checkpoints(folder)
-    damaged = []
-    for path in reversed(paths):
-        try:
-            state = load_verified(path)
-        except Exception as error:  # PyTorch raises many kinds for a damaged file
-            if not damaged:
-                print_line(f"warning: the checkpoint {path} cannot be read ({first_line(error)})", sys.stderr)
-            damaged.append(path)
-            continue
-        for broken in damaged:  # otherwise it would count as the newest when old ones are removed
-            broken.replace(broken.with_suffix(".damaged"))
-        version = state.get("version")
-        if version != VERSION:
-            raise UserError(
-                f"{path} has version {version}, and this program reads {VERSION}: give another "
-                "--checkpoint-dir."
-            )
-        return Newest(path, Checkpoint(**state))
-    if paths:
-        raise UserError(f"no checkpoint in {folder} can be read: give another --checkpoint-dir.")
-    return None
+
+def _unwrapped(part: object) -> object:
+    return unwrapped(part) if isinstance(part, nn.Module) else part
+
+
+def _device_of(parts: dict[str, object]) -> torch.device:
+    """Return the device of the first network, by which the ranks can meet."""
+    for part in parts.values():
+        network = part.model if _is_split(part) else part
+        if isinstance(network, nn.Module):
+            for weights in network.parameters():
+                return weights.device
+    return torch.device("cpu")
+
+
+def _advice() -> str:
+    return "free the space or give another folder. Earlier checkpoints and results are kept."
+
+
+def _is_folder(path: Path) -> bool:
+    return path.suffix == ""
+
+
+def _file_of(path: Path) -> Path:
+    return path / STATE if _is_folder(path) else path
+
+
+def _problem_of_split_parts(path: Path) -> str:
+    """Return what is wrong with the files of split parts that this rank looks at; "" if nothing is."""
+    from trainkit.training.sharded import check_files
+
+    try:
+        parts = [part for part in sorted(path.iterdir()) if part.is_dir()]
+    except OSError as error:
+        return first_line(error)
+    return next(filter(None, map(check_files, parts)), "")
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in `folder`, oldest first; no other file has such a name."""
+    """List the checkpoints in `folder`, oldest first; nothing else has such a name."""
     by_age = []
     for path in folder.iterdir():
         name = NAME.fullmatch(path.name)
         if name:
-            epoch, step = int(name[1]), int(name[2])
-            by_age.append((epoch, step, path))
+            by_age.append((int(name[1]), int(name[2]), path))
     return [path for _, _, path in sorted(by_age)]
 
 
-def _set_rng_states(of_all_ranks: list[list[torch.Tensor]], seed: int) -> None:
-    """Restore this rank's generators; seed new ones if the ranks or GPUs were others when they were saved."""
-    rank = process_group.rank()
-    ranks = process_group.count()
-    if len(of_all_ranks) == ranks and set_random_states(of_all_ranks[rank]):
-        return
-    torch.manual_seed(seed + rank)
-    if ranks == 1:  # DataParallel's GPUs all belong to one process
-        seed_gpus(seed)
+def _set_aside(damaged: list[Path]) -> None:
+    """Rename them: otherwise they would count as the newest when old ones are removed."""
+    for path in damaged:
+        aside = path.with_suffix(".damaged")
+        _remove(aside)
+        path.replace(aside)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it exists."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def report_stop(text: str, folder: Path) -> None:

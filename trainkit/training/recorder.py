@@ -26,7 +26,7 @@ from trainkit.training.weights import check_equal, check_whole, inner_optimizer
 # What `Recorder.epoch` has of a test where there was none.
 NO_TEST = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
 NEVER_BELOW_0 = ("samples", "seconds", "test_samples", "test_seconds", "accuracy")
-IF_SHARDED = "keep it with torch.distributed.checkpoint, and here what is whole on rank 0."
+IF_SHARDED = "keep Sharded(model, optimizer) and this Recorder with a Checkpointer (training/checkpoint.py)."
 
 
 class Recorder:

@@ -1,34 +1,36 @@
 """What surrounds the training step: the loop over epochs and steps, and its clock.
 
 A `Run` puts together what can also be used alone in a loop of one's own: `Checkpointer` (checkpoint.py),
-`RecordWriter` (record/records.py), `StopSignal` (stop_signal.py) and `EarlyStopping` (early_stopping.py).
+`RecordWriter` (record/records.py) and `EarlyStopping` (early_stopping.py).
 """
 
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
+from trainkit import job_folder
 from trainkit.config.options import Options
 from trainkit.data.loaders import Batch, Batches, Data, generator
 from trainkit.devices import reset_peak_memory
 from trainkit.distributed import process_group
 from trainkit.distributed.launchers import DistEnv
-from trainkit.errors import UserError, print_line
+from trainkit.errors import Stopped, UserError, print_line
 from trainkit.files import check_writable
 from trainkit.record.columns import OWN_OPTIMIZER
 from trainkit.record.loggers import Logger
 from trainkit.record.records import ALL_EPOCHS, IMAGES, ITS_LOOP, RecordWriter, Row
 from trainkit.signals import unblock_stop_signals
 from trainkit.training import clock, facts, identity, optim, screen
-from trainkit.training.checkpoint import PARTS_OF_RUN, Checkpointer
+from trainkit.training.checkpoint import Checkpointer
 from trainkit.training.compute_time import ComputeTime
 from trainkit.training.drift import Drift
 from trainkit.training.early_stopping import EarlyStopping
@@ -36,13 +38,42 @@ from trainkit.training.evaluation import NOT_TESTED, Metric, PartialEpoch, Teste
 from trainkit.training.model import trained_weights, unwrapped
 from trainkit.training.state_file import save
 from trainkit.training.step_metrics import StepMetrics, check_finite
-from trainkit.training.stop_signal import Agreement, StopSignal
+from trainkit.training.stop_signal import Agreement
 from trainkit.training.weights import check_equal, check_whole
 
 if TYPE_CHECKING:
     from trainkit.training.sharded import Sharded  # takes long to import, and few scripts need it
 
+# The names of what every Run keeps in its checkpoints, so that a script's own parts have others.
+PARTS_OF_RUN = {"model", "optimizer", "sharded", "lr_scheduler", "early_stopping", "partial_epoch", "record"}
 IF_SHARDED = "give Run sharded=Sharded(model, optimizer), as fsdp.py does; nothing else may be split."
+
+
+@dataclass
+class EpochSoFar:
+    """The part of the next epoch that is done, as a part of a checkpoint; None between two epochs."""
+
+    done: PartialEpoch | None = None
+
+    def state_dict(self) -> dict[str, object]:
+        return vars(self.done) if self.done else {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.done = PartialEpoch(**state) if state else None
+
+
+@dataclass
+class RecordOfRank0:
+    """The record as a part of a checkpoint: only rank 0 has one."""
+
+    record: RecordWriter | None
+
+    def state_dict(self) -> dict[str, object]:
+        return self.record.state_dict() if self.record else {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        if self.record and state:
+            self.record.load_state_dict(state)
 
 
 @dataclass(eq=False, repr=False)
@@ -99,15 +130,15 @@ class Run:
         self._early_stopping = EarlyStopping(
             self.options.epochs, accuracy=self.options.stop_at, patience=self.options.patience
         )
-        self._checkpointer = self._open_checkpoints()
-        self._agreement = Agreement(device)
+        self._partial_epoch = EpochSoFar()
         # Without checkpoints a signal ends the process, as it does without us.
-        self._stop_signal = StopSignal(device) if self.options.checkpoint_dir else None
+        self._checkpointer = self._open_checkpoints() if self.options.checkpoint_dir else None
+        self._agreement = Agreement(device)
         unblock_stop_signals()
         self._compute_time = ComputeTime(self.model, self.optimizer, device)
         self._drift: Drift | None = None
         self._has_called_resume = False
-        self._next_epoch = 1
+        self._first_epoch = self._next_epoch = 1
         self._is_first_epoch = True  # of this process
         self._ended_early = False
 
@@ -203,7 +234,7 @@ class Run:
                 f"this script does not use {', '.join(unused)} (its own optimizer, schedule or network goes "
                 "without): leave that out."
             )
-        taken = self.extra_state.keys() & set(PARTS_OF_RUN)
+        taken = self.extra_state.keys() & PARTS_OF_RUN
         if taken:
             raise UserError(f"`extra_state` has the name {min(taken)}, as any checkpoint has: give another.")
 
@@ -218,18 +249,23 @@ class Run:
                 raise UserError(f"rank {rank} was started with another {names}: start all ranks alike.")
 
     def _open_checkpoints(self) -> Checkpointer:
-        parts = {
-            "optimizer": self.optimizer,
+        if self.sharded:
+            trained = {"sharded": self.sharded}
+        else:
+            trained = {"model": self.model, "optimizer": self.optimizer}
+        parts = trained | {
             "lr_scheduler": self.lr_scheduler,
             "early_stopping": self._early_stopping,
-        } | self.extra_state
+            "partial_epoch": self._partial_epoch,
+            "record": RecordOfRank0(self._record),
+        }
+        options = {f"--{name.replace('_', '-')}": value for name, value in self.options.shaping().items()}
         return Checkpointer(
-            self.options,
-            dataset=self._dataset,
-            model=self.model,
-            parts={name: unwrapped(part) for name, part in parts.items() if part is not None},
-            record=self._record,
-            sharded=self.sharded,
+            {name: part for name, part in (parts | self.extra_state).items() if part is not None},
+            self.options.checkpoint_dir,
+            every_minutes=self.options.checkpoint_minutes,
+            settings=options | {"the dataset": self._dataset},
+            any_world_size=True,
             per_rank_state=self.per_rank_state,
         )
 
@@ -254,14 +290,23 @@ class Run:
         Raises:
             UserError: if no checkpoint can be read, or the newest is of another training.
         """
-        self._checkpointer.resume()
         self._has_called_resume = True
-        self._next_epoch = self._checkpointer.epochs().start
+        if self._checkpointer:
+            process_group.on_rank_0(self._refuse_checkpoints_of_an_earlier_run)
+            self._next_epoch = self._checkpointer.resume().epoch
+        self._first_epoch = self._next_epoch
         self._ended_early = process_group.broadcast(self._should_end_early())
+
+    def _refuse_checkpoints_of_an_earlier_run(self) -> None:
+        if self.options.resume == "never" and self._checkpointer.has_any():
+            raise UserError(
+                f"{self.options.checkpoint_dir} holds the checkpoints of an earlier run: add --resume auto "
+                "to go on with it, or give another --checkpoint-dir."
+            )
 
     def epochs(self) -> Iterator[int]:
         """Yield the epochs still to be trained, counted from 1, until --stop-at or --patience end it."""
-        for epoch in self._checkpointer.epochs():
+        for epoch in range(self._first_epoch, self.options.epochs + 1):
             if self._ended_early:
                 return
             yield epoch
@@ -294,7 +339,7 @@ class Run:
             if not self._agreement.is_due():
                 continue
             stop, save_now, is_broken = self._agreement.ask(
-                self._was_asked_to_stop(), self._checkpointer.is_due(), metrics.has_broken_loss()
+                self._was_asked_to_stop(), self._is_checkpoint_due(), metrics.has_broken_loss()
             )
             if is_broken:
                 metrics.check_losses(epoch)
@@ -302,7 +347,7 @@ class Run:
                 seconds += clock.stop(batches.device, started)  # saving is not training
                 self._save_within_epoch(epoch, step, seconds, done.learning_rate)
                 if stop:
-                    self._checkpointer.stop()
+                    self._stop()
                 started = clock.start(batches.device)
             self._compute_time.begin()  # they have waited for each other
         seconds += clock.stop(batches.device, started)
@@ -323,7 +368,7 @@ class Run:
         learning_rate = float(self.optimizer.param_groups[0].get("lr") or 0)
         if not 0 <= learning_rate < math.inf:
             raise UserError(f"the schedule's learning rate for epoch {epoch} is {learning_rate}: correct it.")
-        done = self._checkpointer.partial_epoch(epoch)
+        done = self._partial_epoch.done
         if done is None:
             return PartialEpoch(steps=0, seconds=0.0, learning_rate=learning_rate, losses=torch.zeros(0))
         if done.steps >= steps:
@@ -362,7 +407,20 @@ class Run:
         done = PartialEpoch(
             steps=steps, seconds=seconds, learning_rate=learning_rate, losses=losses, metrics=means
         )
-        self._checkpointer.save(epoch, done)
+        self._save(epoch, done)
+
+    def _save(self, epoch: int, partial_epoch: PartialEpoch | None = None) -> None:
+        """Save a checkpoint before `epoch`, or within it."""
+        self._partial_epoch.done = partial_epoch
+        if self._checkpointer:
+            self._checkpointer.save(epoch, partial_epoch.steps if partial_epoch else 0)
+
+    def _stop(self) -> NoReturn:
+        """End the training on all ranks after a checkpoint, so that a later start goes on from it."""
+        text = self._checkpointer.report_stop("--resume auto")
+        # After rank 0 has saved: a rank that left earlier would end the whole job step.
+        process_group.destroy_distributed()
+        raise Stopped(text)
 
     def _end_steps(self, epoch: int, seconds: float, done_before: PartialEpoch) -> None:
         """Sum up an epoch whose steps are done, the first of them by an earlier process."""
@@ -429,9 +487,9 @@ class Run:
         self.trained = None
         self._next_epoch = epoch + 1
         stop, self._ended_early = self._agreement.ask(self._was_asked_to_stop(), self._should_end_early())
-        self._checkpointer.save(epoch + 1)
+        self._save(epoch + 1)
         if stop and epoch < self.options.epochs and not self._ended_early:
-            self._checkpointer.stop()
+            self._stop()
 
     def _write_row(
         self, epoch: int, tested: Tested, of_ranks: list[Row], metrics: list[Metric], best_epoch: int
@@ -464,7 +522,17 @@ class Run:
         else:
             weights = unwrapped(self.model).state_dict()
         process_group.on_rank_0(lambda: self._finish_on_rank_0(weights))
-        self._checkpointer.finish(self._ended_early)
+        if self._checkpointer:
+            self._checkpointer.finish()
+            self._remove_checkpoints_of_a_job()
+
+    def _remove_checkpoints_of_a_job(self) -> None:
+        """Remove the checkpoints in a job's own folder, which are not needed after the end."""
+        job = job_folder.here()
+        is_over = self._ended_early or self._next_epoch > self.options.epochs
+        if is_over and job and self._checkpointer.folder.resolve().is_relative_to(job.resolve()):
+            with suppress(OSError):  # the run went well
+                self._checkpointer.remove_all()
 
     def _finish_on_rank_0(self, weights: dict[str, torch.Tensor]) -> None:
         if self.options.dry_run:
@@ -480,7 +548,10 @@ class Run:
             print_line(f"weights: {path}")
 
     def _was_asked_to_stop(self) -> bool:
-        return self._stop_signal is not None and self._stop_signal.was_sent
+        return self._checkpointer is not None and self._checkpointer.was_asked_to_stop()
+
+    def _is_checkpoint_due(self) -> bool:
+        return self._checkpointer is not None and self._checkpointer.is_due()
 
     def _should_end_early(self) -> bool:
         """Return whether --stop-at or --patience end the run; rank 0 decides for all."""

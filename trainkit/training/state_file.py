@@ -116,8 +116,16 @@ def fitting(path: Path, advice: str) -> Iterator[None]:
         raise UserError(f"{path} does not fit this training ({first_line(error)}): {advice}") from None
 
 
+def states_of(parts: dict[str, object]) -> dict[str, object]:
+    """Return the state_dict of each of `parts`; of a tensor, the tensor."""
+    return {
+        name: part if isinstance(part, torch.Tensor) else part.state_dict() for name, part in parts.items()
+    }
+
+
+@torch.no_grad()
 def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
-    """Load into each of `parts` what `state` has under its name.
+    """Load into each of `parts` what `state` has under its name: what `states_of` has returned.
 
     Raises:
         ValueError: if `state` has other names. For what does not fit, PyTorch also raises other errors.
@@ -131,6 +139,10 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
     for name, part in parts.items():
         if isinstance(part, torch.optim.Optimizer):
             _load_optimizer(part, state[name])
+        elif isinstance(part, torch.Tensor):
+            if part.shape != state[name].shape:
+                raise ValueError(f"{name} has another shape")
+            part.copy_(state[name])
         else:
             part.load_state_dict(state[name])
 

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.distributed import process_group
 from trainkit.errors import UserError
 
 IF_SHARDED = (
-    "give Run sharded=Sharded(model, optimizer), or use torch.distributed.checkpoint in your own loop."
+    "give Run sharded=Sharded(model, optimizer), or, in your own loop, Checkpointer that in place of both."
 )
 
 
@@ -73,7 +74,8 @@ def _is_shared_out(part: object) -> bool:
 
 def _weights_of(part: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and the weights of a network, or those that an optimizer trains."""
-    optimizer = inner_optimizer(part)
+    # An lr_scheduler has an optimizer, too, and saves nothing of it.
+    optimizer = None if isinstance(part, LRScheduler) else inner_optimizer(part)
     if isinstance(part, nn.Module):
         yield from part.named_parameters()
         yield from part.named_buffers()
