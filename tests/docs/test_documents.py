@@ -241,15 +241,6 @@ def test_bench_measures_the_ladder(forking: Forking) -> None:
     assert float(done.stdout) > 0
 
 
-def test_the_timetable_names_every_exercise() -> None:
-    text = (REPOSITORY / "INSTRUCTORS.md").read_text()
-    table = text.partition("| section |")[2].partition("\n\n")[0]
-    exercises = [line for line in table.splitlines() if line.startswith("| exercise")]
-    named = [name for line in exercises for name in re.findall(r"`(\w+)`", line)]
-    folders = sorted(REPOSITORY.glob("0*/exercises/*/check.py"))
-    assert named == [path.parent.name.partition("_")[2] for path in folders]
-
-
 def test_every_do_and_dont_names_what_holds_it() -> None:
     lines = (REPOSITORY / "03_multigpu_ddp" / "DOS_AND_DONTS.md").read_text().splitlines()
     told = [line for line in lines if line.startswith("| ") and "held by" not in line]

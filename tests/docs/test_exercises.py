@@ -154,7 +154,7 @@ def test_the_core_path_goes_from_one_to_nine() -> None:
     assert sum(map(int, re.findall(r"^\| \d:\d\d \| (\d+) \|", table, re.MULTILINE))) == 3 * 60
 
 
-CLOCK = REPOSITORY / "01_singlegpu" / "exercises" / "01_clock"
+CLOCK = REPOSITORY / "01_singlegpu" / "exercises" / "02_clock"
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_a_rank_that_fails_is_told_of(forking: Forking, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
     """As in exercise `hang` and its page, of the starter as it is."""
-    folder = REPOSITORY / "03_multigpu_ddp" / "exercises" / "18_hang"
+    folder = REPOSITORY / "03_multigpu_ddp" / "exercises" / "05_hang"
     script = shutil.copy(folder / "starter" / "train.py", tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", script]
     spy = [Path(sys.executable).parent / "py-spy", "dump", "--locals", "--subprocesses", "--pid"]
@@ -341,26 +341,16 @@ def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
     assert found == expected, said
 
 
-def test_the_five_tables_are_those_of_the_runs() -> None:
-    folder = REPOSITORY / "03_multigpu_ddp" / "exercises" / "09_tables"
-    made = runpy.run_path(str(folder / "check.py"))["made"]()
-    assert (folder / "starter" / "epochs.csv").read_text() == made.pop("epochs.csv")
-    shown = (folder / "starter" / "tables.md").read_text().split("\n## ")[1:]
-    assert [table[0] for table in shown] == sorted(made)
-    for table in shown:
-        assert table.strip().endswith(made[table[0]].strip()), table[0]
-
-
 def test_all_open_answers_are_named(learner: Callable[[Path], Learner]) -> None:
-    said = learner(CLOCK.parent / "02_loader").check()[1]
-    assert "`prediction`, `resident_images_per_s`, " in said and "`workers_seconds` are still open" in said
+    said = learner(CLOCK.parent / "03_waiting_loader").check()[1]
+    assert "`prediction`, `waited`, " in said and "`workers` are still open" in said
 
 
 def test_recorded_runs_take_the_place_of_own_ones(learner: Callable[[Path], Learner]) -> None:
-    mine = learner(CLOCK.parent / "02_loader")
+    mine = learner(CLOCK.parent / "03_waiting_loader")
     (mine.mine / "runs").mkdir(parents=True)
     (mine.mine / "runs" / "own.csv").write_text("broken off")
-    said = mine.do("recorded", "loader").stdout
+    said = mine.do("recorded", "waiting_loader").stdout
     assert f"Your own runs are kept in {relative(mine.mine / 'own-runs-1')}." in said
     assert (mine.mine / "own-runs-1" / "own.csv").read_text() == "broken off"
     assert len(list((mine.mine / "runs").glob("*.csv"))) == 2
@@ -392,7 +382,7 @@ def test_first_steps(tmp_path: Path) -> None:
     of_each = [(folder.parents[1].name, folder.name.partition("_")[2]) for folder in FOLDERS]
     names = {stage: [name for of, name in of_each if of == stage] for stage in STAGE_FOLDERS}
     first, second, _ = STAGE_FOLDERS
-    bar = f"[{'.' * len(names[first])}] 0 of {len(names[first])} done. Next: clock (core), "
+    bar = f"[{'.' * len(names[first])}] 0 of {len(names[first])} done. Next: jobscript (core), "
     assert any(line.startswith(bar) for line in told)
     assert told[-4:] == [
         f"The lesson around it: {first}/README.md. Go on with:",

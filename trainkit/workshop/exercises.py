@@ -1,6 +1,6 @@
 """The exercises of a stage: progress and the next one, checks, hints, a fresh start, the solution.
 
-Every exercise is a folder next to its stage's check.py, such as `01_clock`, and is called `clock`:
+Every exercise is a folder next to its stage's check.py, such as `02_clock`, and is called `clock`:
 
     README.md   `# Title`, then `**Core, 1 of 9.** 10 minutes. What you learn.` (or `**Extra.** 10 ...`), then
                 the question and the commands
