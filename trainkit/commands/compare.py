@@ -35,6 +35,7 @@ MOST_WORKERS = 4
 
 # The batch of each GPU: with less a fast one waits for kernel launches (results/sample/h100).
 GPU_BATCH_SIZE = 4096
+MNIST_IMAGES = staging.DATASETS["mnist"].train_images
 # Of an epoch on one GPU. Its length comes from a short run on one, the probe: an epoch of 60 ms is noise.
 EPOCH_SECONDS = 3
 # Of an epoch, at the largest batch.
@@ -84,7 +85,7 @@ def main() -> int:
         batch = _shared_by(devices.workers, arguments.batch_size or CPU_BATCH_SIZE)
         arguments.train_size = arguments.train_size or CPU_TRAIN_SIZE
         sizes = replace(opts, batch_size=batch, train_size=arguments.train_size)
-        options.check_sizes(sizes, staging.TRAIN_IMAGES)
+        options.check_sizes(sizes, staging.DATASETS[opts.dataset].train_images)
     compared = _make_sweep(arguments, opts, passed_on, site, devices)
     with compared.claim():
         if devices.are_gpus:
@@ -156,7 +157,7 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, arguments: ar
         epoch_seconds = train_size / probe.images_per_s + probe.eval_seconds
         run_seconds = OVERHEAD_SECONDS + compared.opts.epochs * epoch_seconds
         print_line(f"measured on one GPU: {probe.images_per_s:,.0f} images/s")
-    passes = train_size / staging.TRAIN_IMAGES
+    passes = train_size / MNIST_IMAGES
     length = f" ({passes:g} passes over MNIST)" if passes > 1 else ""
     print_line(f"batch {batch} on each GPU, epochs of {train_size:,} images{length}")
     repeats = arguments.repeats or GPU_REPEATS
@@ -253,10 +254,10 @@ def choose_train_size(images_per_s: float, batch: int, gpus: int) -> int:
     """Choose the images for an epoch of about `EPOCH_SECONDS` on one GPU: whole passes, or a part of one."""
     largest_batch = batch * gpus
     images = max(round(images_per_s * EPOCH_SECONDS), FEWEST_STEPS * largest_batch)
-    if images < staging.TRAIN_IMAGES:
+    if images < MNIST_IMAGES:
         return images // largest_batch * largest_batch
-    most_passes = options.MOST_IMAGES // staging.TRAIN_IMAGES
-    return min(round(images / staging.TRAIN_IMAGES), most_passes) * staging.TRAIN_IMAGES
+    most_passes = options.MOST_IMAGES // MNIST_IMAGES
+    return min(round(images / MNIST_IMAGES), most_passes) * MNIST_IMAGES
 
 
 def plan_on_gpus(gpus: int, batch: int, train_size: int, repeats: int) -> list[sweep.Grid]:

