@@ -32,7 +32,7 @@ CONFIGURATION = [*_CONSTANT_IN_A_RUN, *DOUBTED]
 # networks have throughputs on another scale, and accuracies that mean something else.
 SECTION_BY = columns.with_role(Role.TASK)
 # Our own reports, which are no runs.
-REPORTS = ("comparison.csv", "each.csv")
+REPORTS = ("comparison.csv", "each.csv", "sweep.csv")
 # What a label names. Each batch size drops another rest of the same images, which `train_images` includes.
 _LABELLED = {name: COLUMNS[name] for name in [*MUST_BE_EQUAL, *DOUBTED] if COLUMNS[name].label}
 _LABELLED["train_images"] = _LABELLED.pop("images")
