@@ -104,7 +104,11 @@ class WandbLogger:
     """Writes a run of Weights & Biases, offline unless WANDB_MODE says otherwise.
 
     Compute nodes often have no internet. `wandb sync FOLDER/wandb/offline-run-*` uploads later. Each start
-    of a training has a folder there; W&B joins those of one id.
+    of a training has a folder there, with one id.
+
+    W&B writes an offline file in blocks of 32 KiB (its core/pkg/leveldb), the last one when the process ends.
+    Where Slurm ends W&B's own process at the same moment, by scancel or by SIGTERM at a preemption, the last
+    epochs of that start are in the record alone.
 
     Args:
         project: its name in W&B.
