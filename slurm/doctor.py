@@ -13,6 +13,8 @@ if __name__ == "__main__":
     if sys.version_info < (3, 10):  # noqa: UP036
         version = sys.version.split()[0]
         sys.exit(f"error: the doctor needs Python 3.10 or newer, and {sys.executable} is {version}.")
+    # A script of the user's is found from here.
+    os.environ["TRAINKIT_USER_FOLDER"] = str(Path.cwd())
     # `-m` looks in the current folder first, before it finds any other trainkit.
     os.chdir(Path(__file__).resolve().parents[1])
     os.execv(sys.executable, [sys.executable, "-m", "trainkit.doctor.cli", *sys.argv[1:]])

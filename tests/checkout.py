@@ -12,12 +12,19 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY, STARTUP, rows_of
 
+# What the kit needs besides PyTorch and NumPy (pyproject.toml), by the names in site-packages.
+OF_THE_KIT = re.compile(
+    "(submitit|torchvision|scipy|pandas|matplotlib|mpl_toolkits|pillow|PIL|tqdm|psutil|pynvml|nvidia_ml_py"
+    "|trainkit|__editable__)",
+    re.IGNORECASE,
+)
 FOLDERS = {"single": "01_singlegpu", "dp": "02_multigpu_dp", "ddp": "03_multigpu_ddp"}
 SCRIPTS = {
     "single": "01_singlegpu/slurm_submit.sh",
@@ -105,6 +112,22 @@ def make_project(folder: Path) -> Path:
     python.chmod(0o755)
     (copy / ".venv" / "ready").touch()
     return copy
+
+
+def own_environment(folder: Path, with_torch: bool = False) -> Path:
+    """Make an environment without any package, or with PyTorch and NumPy only, and return its Python."""
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, env=environment)
+    if with_torch:
+        linked = folder / "linked"
+        linked.mkdir()
+        installed = Path(find_spec("torch").origin).parents[1]
+        for path in installed.iterdir():
+            if not OF_THE_KIT.match(path.name) and path.suffix != ".pth":
+                (linked / path.name).symlink_to(path)
+        (packages,) = folder.glob("lib/python*/site-packages")
+        (packages / "linked.pth").write_text(f"{linked}\n")
+    return folder / "bin" / "python"
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -96,14 +96,15 @@ OTHERS = {
     "tools/bench/published.py": "--out",
     "tools/bench/sampler.py": "--data-dir --out",
     "trainkit/data/datasets.py": "--data-dir",
-    "trainkit/doctor/checkup.py": "--data-dir --results-dir",
-    "trainkit/doctor/cli.py": "--gpus --job --json --nodes --time --wait",
+    "trainkit/doctor/checkup.py": "--data-dir --only-torch --results-dir",
+    "trainkit/doctor/cli.py": f"--gpus --job --json --nodes --time --wait {PROGRAM}",
 }
 EVERY = {script: f"{OF_THE_STAGES} {more}" for script, more in TRAININGS.items()} | OTHERS
 WITHOUT = {
     "slurm/doctor.py",  # starts trainkit/doctor/cli.py
     "slurm/practice_cluster/adopt.py",
     "slurm/practice_cluster/init.py",
+    "trainkit/doctor/script_imports.py",  # started by the doctor
     "trainkit/jobs/in_job.py",  # asked by slurm/job_env.sh
     "trainkit/jobs/as_main.py",  # started by plain.py
     "trainkit/jobs/plain.py",  # started by the job scripts

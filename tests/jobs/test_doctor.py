@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkout import Checkout
+from checkout import Checkout, own_environment
 from cluster import RunningCluster
 from conftest import REPOSITORY
 
@@ -166,6 +166,32 @@ def test_the_report_for_people(checkout: Checkout) -> None:
     assert lines[1].strip().startswith("fix: slurm/site.example.sh")
     assert lines[-1] == "2 fault(s), 0 warning(s), 0 OK"
     assert done.returncode == 1
+
+
+def test_what_a_script_of_its_own_environment_imports(checkout: Checkout) -> None:
+    """Each problem is a fault; what a script may do without is none, and the script itself is not run."""
+    folder = checkout.folder / "mine"
+    (folder / "package").mkdir(parents=True)
+    (folder / "package" / "words.py").write_text("GREETING = 'hello'")
+    (folder / "package" / "train.py").write_text(
+        "import os.path, nothing\nfrom nothing.of import that\nfrom .words import GREETING, PARTING\n"
+        "from trainkit.training.recorder import Recorder\n"
+        "try:\n    import apex\nexcept ImportError:\n    pass\nopen('it was run', 'w')\n"
+    )
+    own_environment(folder / "env")
+    words = ("--json", "--python", "env/bin/python", "--plain", "-m", "package.train", "--lr", 1)
+    told = diagnose(checkout.run(*command(checkout, *words), cwd=folder))
+    python = str(folder / "env" / "bin" / "python")
+    faults = found(told, "script", FAULT).splitlines()
+    expected = (("line 1", f"{python}' -m pip install nothing"), ("line 3", "PARTING"),
+                ("line 4", f"{python}' -m pip install -e '{checkout.folder}'"))  # fmt: skip
+    for fault, key_words in zip(faults, expected, strict=True):
+        assert all(words in fault for words in key_words), faults
+    assert f"{python} has no PyTorch" in found(told, "environment", FAULT)
+    assert not (folder / "it was run").exists() and not found(told, "data", OK)
+    (folder / "package" / "train.py").write_text("import torch:\n")
+    told = diagnose(checkout.run(*command(checkout, "--json", "--plain", "package/train.py"), cwd=folder))
+    assert "line 1" in found(told, "script", FAULT)
 
 
 def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:
@@ -403,7 +429,12 @@ def left_in_queue(cluster: RunningCluster) -> str:
 
 
 def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout) -> None:
-    told = on_cluster("--job", "--nodes", 2, "--gpus", 4)
+    """Nor has the environment of a script, in which the ranks find PyTorch and no package of the kit."""
+    script = checkout.folder / "train.py"
+    script.write_text("import torch\nprint('it was run')\n")
+    python = own_environment(checkout.folder / "env", with_torch=True)
+    told = on_cluster("--job", "--nodes", 2, "--gpus", 4, "--python", python, "--plain", script)
+    assert f"of the script: {python}, torch " in found(told, "environment", OK) and found(told, "script", OK)
     assert not [finding for finding in told["findings"] if finding["level"] == FAULT]
     virtual, _ = (f for f in told["findings"] if (f["check"], f["level"]) == ("gpus", OK))
     assert found(told, "group", OK) == "all ranks meet at n1, by gloo -> \nall ranks meet at n1, by gloo -> "

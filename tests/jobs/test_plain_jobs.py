@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import traces
-from checkout import SCRIPTS, Checkout, wait_until
+from checkout import SCRIPTS, Checkout, own_environment, wait_until
 from conftest import ENVIRONMENT, REPOSITORY, ran, rows_of, succeeded
 from traces import FROM_LOADERS, STARVED, SyntheticJob
 
@@ -351,12 +351,6 @@ if __name__ == "__main__":
     assert not names & os.environ.keys()
     start_processes(work, nprocs=2, start_method="fork")
 """
-
-
-def own_environment(folder: Path) -> Path:
-    """Make an environment without any package, and return its Python."""
-    succeeded(ran(sys.executable, "-m", "venv", "--without-pip", folder))
-    return folder / "bin" / "python"
 
 
 def test_other_ways_to_start(on_cluster: Checkout) -> None:

@@ -725,7 +725,10 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("ddp", "--plain nowhere.py --gpus 3", "no script nowhere.py"),
         ("ddp", "--epochs 2 --plain mnist_ddp.py", "--epochs is not for plain"),
         ("ddp", "--script a.py --plain mnist_ddp.py", "--script is not for plain"),
-        ("ddp", "--plain -m package.train", "not a module"),
+        ("ddp", "--plain -m package/train.py", "takes the name of a module"),
+        ("ddp", "--python nowhere/python --plain mnist_ddp.py", "--python nowhere/python is no program"),
+        ("ddp", "--when-requeued --resume --epochs 2", "--when-requeued: expected one argument"),
+        ("ddp", "--one-process-per-node --epochs 2", "are for plain scripts"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_sent(

@@ -9,8 +9,6 @@ import re
 import socket
 from collections.abc import Iterable, Sequence
 
-import psutil
-
 from trainkit import job_folder
 from trainkit.distributed import names
 from trainkit.distributed.launchers import node
@@ -137,6 +135,8 @@ def _nccl_lacks(wanted: str, interfaces: Sequence[str]) -> bool:
 
 def _interfaces() -> list[str]:
     """Return the network interfaces of this machine that have an address of IP."""
+    import psutil  # the doctor tries ranks in environments without it
+
     families_of_ip = {socket.AF_INET, socket.AF_INET6}
     interfaces = []
     for name, addresses in psutil.net_if_addrs().items():

@@ -82,6 +82,14 @@ def fault_from(check: str, error: str, fix: str = "") -> Finding:
     return Finding(check, FAULT, message, fix)
 
 
+def for_the_cpu_only(most_gpus: int) -> Finding:
+    """Return the fault of a PyTorch that cannot use the GPUs of the cluster's nodes."""
+    message = f"PyTorch is for the CPU only, but nodes of this cluster have up to {most_gpus} GPUs"
+    return Finding(
+        "gpus", FAULT, message, "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
+    )
+
+
 def read_messages(log: str) -> Iterator[dict]:
     """Yield the messages in a job's log; skip other lines, and those that are cut short."""
     for text in re.findall(MARK + r'(\{"rank": .*)', log):
@@ -99,6 +107,11 @@ def main() -> None:
     parser = Parser(prog="python -m trainkit.doctor.checkup", description="Started by slurm/doctor.py.")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--results-dir", type=Path, required=True)
+    parser.add_argument(
+        "--only-torch",
+        action="store_true",
+        help="for scripts that do not use the kit: without our data, and the packages of our trainings",
+    )
     options = parser.parse_args()
     if "SLURM_STEP_NUM_TASKS" not in os.environ:
         raise UserError("the checkup runs in a job: start it with `python slurm/doctor.py --job`.")
@@ -117,7 +130,7 @@ def main() -> None:
         # What a rank imports.
         from trainkit.doctor import checkup_torch
 
-        return checkup_torch.software()
+        return checkup_torch.software(of_the_kit=not options.only_torch)
 
     if not _step("software", software):
         _end()
@@ -125,7 +138,8 @@ def main() -> None:
 
     may_meet &= _step("gpus", checkup_torch.gpus, tasks_of_a_node if _speaks_for_its_node() else None)
     if _speaks_for_its_node():
-        _step("data", checkup_torch.mnist, options.data_dir)
+        if not options.only_torch:
+            _step("data", checkup_torch.mnist, options.data_dir)
         _step("folders", _look_for_notes, folders, nodes)
     if may_meet and _step("group", checkup_torch.join):
         _step("all-reduce", checkup_torch.all_reduce, nodes)

@@ -1,6 +1,7 @@
 """The doctor's checks that need PyTorch, in a rank of its job and on the login node.
 
-A step of the checkup imports it, as that may take minutes, or fail.
+A step of the checkup imports it, as that may take minutes, or fail. It needs no package but PyTorch: the
+environment of a script that does not use the kit may have no other.
 """
 
 import os
@@ -15,12 +16,20 @@ import torch
 import torch.distributed as dist
 
 from trainkit import devices
-from trainkit.data import datasets
 from trainkit.distributed import launchers, process_group
 from trainkit.distributed.launchers import node
-from trainkit.doctor.checkup import FAULT, FIXES, OK, STEP_SECONDS, WARNING, Finding, in_words, send
-from trainkit.training import clock, run  # noqa: F401  as a rank imports it
-from trainkit.training.facts import git_commit
+from trainkit.doctor.checkup import (
+    FAULT,
+    FIXES,
+    OK,
+    STEP_SECONDS,
+    WARNING,
+    Finding,
+    for_the_cpu_only,
+    in_words,
+    send,
+)
+from trainkit.training import clock
 from trainkit.tuning import tune_process
 
 # Of the tensors that are summed: 1 KB to 64 MB.
@@ -35,14 +44,21 @@ SLOW_NETWORK_GB_S = 0.1
 LEAST_FREE_MEMORY = 0.8
 
 
-def software() -> Iterator[Finding]:
-    """Report the versions that this rank has imported."""
-    commit = git_commit() or "unknown (no git there)"
-    yield Finding("software", OK, f"torch {torch.__version__}, commit {commit}")
+def software(of_the_kit: bool) -> Iterator[Finding]:
+    """Report the versions that this rank has imported; `of_the_kit`: also all that our trainings import."""
+    message = f"torch {torch.__version__}"
+    if of_the_kit:
+        from trainkit.training import run  # noqa: F401  as a rank imports it
+        from trainkit.training.facts import git_commit
+
+        message += f", commit {git_commit() or 'unknown (no git there)'}"
+    yield Finding("software", OK, message)
 
 
 def mnist(data_dir: Path) -> Iterator[Finding]:
     """Check that the data can be read here."""
+    from trainkit.data import datasets
+
     datasets.load_dataset("mnist", data_dir)
     yield Finding("data", OK, f"MNIST in {data_dir}")
 
@@ -86,19 +102,20 @@ def _gpus_of_the_node(tasks: int) -> Iterator[Finding]:
 def look_from_login_node(data_dir: str, most_gpus: int) -> None:
     """Check the job's Python and, read with it, the data; `most_gpus` is the number on the largest node.
 
+    With `data_dir` "" no data are read.
+
     Raises:
         UserError: if the data cannot be read.
     """
     version = f"torch {torch.__version__.partition('+')[0]} for {devices.build_and_backend()}"
     findings = [Finding("environment", OK, f"{sys.executable}, {version}")]
     if devices.build() == "the CPU only" and most_gpus:
-        message = f"PyTorch is for the CPU only, but nodes of this cluster have up to {most_gpus} GPUs"
-        fix = "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
-        findings.append(Finding("gpus", FAULT, message, fix))
+        findings.append(for_the_cpu_only(most_gpus))
     for finding in findings:
         send(finding=finding._asdict())
-    datasets.load_dataset("mnist", Path(data_dir))
-    send(finding=Finding("data", OK, f"MNIST in {data_dir}")._asdict())
+    if data_dir:
+        for finding in mnist(Path(data_dir)):
+            send(finding=finding._asdict())
 
 
 def join() -> Iterator[Finding]:

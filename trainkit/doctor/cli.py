@@ -4,6 +4,8 @@
     python slurm/doctor.py --job                       also a job with the shape of stage 03's: 2 GPUs
     python slurm/doctor.py --job --nodes 2 --gpus 4    with another shape
     python slurm/doctor.py --job -- --cpus-per-task=8  options after -- go to sbatch as they are
+    python slurm/doctor.py --job --python ~/envs/mine/bin/python --plain train.py
+                                                       a script of yours: its imports, PyTorch, and ranks
 
 The job is slurm/doctor.sh, which makes everything ready as the job scripts do (slurm/job_env.sh), so what
 works for it works for the training.
@@ -14,6 +16,7 @@ will do: it needs only the standard library, and checks the job's environment, t
 
 import argparse
 import json
+import os
 import re
 import secrets
 import shutil
@@ -21,16 +24,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from trainkit.config.command_line import Parser, at_least
+from trainkit.config.command_line import Parser, at_least, given
 from trainkit.doctor import checkup, login_node
 from trainkit.doctor.checkup import FAULT, NOTE, OK, WARNING, Finding, findings_in, has_fault, read_messages
 from trainkit.errors import UserError, entrypoint, print_line, reason
 from trainkit.jobs import local, slurm
 from trainkit.jobs.following import SlurmHandle
+from trainkit.jobs.program import add_options, from_options, split
 from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import OPTION_TEMPLATES, Site
 from trainkit.jobs.stages import REPOSITORY, STAGES, resources
@@ -122,9 +126,26 @@ def _parse() -> argparse.Namespace:
         help="seconds that the job may stay in the queue (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument(
+        "--plain",
+        metavar="PROGRAM",
+        type=given,
+        help="check this script, too, in its environment; what follows are its arguments (slurm/README.md)",
+    )
+    add_options(parser)
     parser.add_argument("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
-    options = parser.parse_args()
+    own_words, others = split(sys.argv[1:])
+    options = parser.parse_args(own_words)
     stage = STAGES[DDP]
+    options.program = None
+    # Of the kit's ranks, until `_examine` has looked at the script's Python.
+    options.checkup = ["python"]
+    if options.plain:
+        user_folder = Path(os.environ.get("TRAINKIT_USER_FOLDER", Path.cwd()))
+        options.program = from_options(options, [user_folder, stage.script.parent])
+        options.program_arguments = others
+    else:
+        options.sbatch_options += others
     gpus = options.gpus or stage.default_gpus * options.nodes
     options.shape = resources(stage, gpus, options.nodes)
     for word in options.sbatch_options:
@@ -145,7 +166,12 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
             findings = _check_submission(options, site)
             blocked = has_fault(findings)
             yield findings
-        yield login_node.check_environment(site, in_job_too=options.job)
+        yield login_node.check_environment(site, in_job_too=options.job, with_data=not options.plain)
+        if options.program:
+            checked = login_node.check_program(options.program, options.program_arguments)
+            options.checkup = [checked.python, "--only-torch"]
+            blocked = blocked or has_fault(checked.findings)
+            yield checked.findings
         findings = login_node.check_folders(site)
         blocked = blocked or has_fault(findings)
         yield findings
@@ -157,14 +183,14 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
 
 def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
     """Ask Slurm whether it would take the job, and the stages' job scripts as they are."""
-    done = _sbatch(site, JOB_SCRIPT, "--test-only", *_request(options, site))
+    done = _sbatch(site, [JOB_SCRIPT], "--test-only", *_request(options, site))
     refusal = _refusal("submission", done)
     if refusal:
         return [refusal]
     # It names a job, but there is none.
     when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
     findings = [Finding("submission", OK, f"Slurm would take the job (nothing was submitted): {when}")]
-    done = _sbatch(site, STAGE_SCRIPT, "--test-only", *options.sbatch_options)
+    done = _sbatch(site, [STAGE_SCRIPT], "--test-only", *options.sbatch_options)
     refusal = _refusal("submission", done)
     if refusal:
         fix = refusal.fix
@@ -249,10 +275,11 @@ def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
     return findings
 
 
-def _sbatch(site: Site, script: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run sbatch for a job script, in its folder, with the site's SBATCH_* variables."""
+def _sbatch(site: Site, command: Sequence[Path | str], *options: str) -> subprocess.CompletedProcess[str]:
+    """Run sbatch for a job script with its arguments, in its folder, with the site's SBATCH_* variables."""
     environment = local.outside_of_jobs() | site.sbatch
-    return slurm.ask("sbatch", *options, script.name, cwd=script.parent, env=environment)
+    script, *arguments = command
+    return slurm.ask("sbatch", *options, script.name, *arguments, cwd=script.parent, env=environment)
 
 
 def _refusal(check: str, done: subprocess.CompletedProcess[str]) -> Finding | None:
@@ -283,7 +310,8 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
     minutes = options.time or min(MINUTES, site.minutes or MINUTES)
     settings = (f"--job-name={name}", f"--time={minutes}", "--no-requeue", f"--output={log}")
     try:
-        done = _sbatch(site, JOB_SCRIPT, "--parsable", *_request(options, site), *settings)
+        job = [JOB_SCRIPT, *options.checkup]
+        done = _sbatch(site, job, "--parsable", *_request(options, site), *settings)
         refusal = _refusal("job", done)
         if refusal:
             return refusal

@@ -3,10 +3,28 @@
 It needs only the standard library.
 """
 
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 from trainkit import files
-from trainkit.doctor.checkup import FAULT, OK, WARNING, Finding, fault_from, findings_in, read_messages
+from trainkit.doctor import script_imports
+from trainkit.doctor.checkup import (
+    FAULT,
+    OK,
+    WARNING,
+    Finding,
+    fault_from,
+    findings_in,
+    for_the_cpu_only,
+    read_messages,
+)
 from trainkit.errors import UserError
 from trainkit.jobs import slurm
+from trainkit.jobs.program import Program, without_the_kit
 from trainkit.jobs.sbatch_options import sbatch_options
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, resources
@@ -17,13 +35,16 @@ IMPORT_SECONDS = 180
 
 SHARED_FOLDERS_FIX = "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to shared folders of yours"
 
+# The oldest Python that the ranks of the doctor's job run with.
+OLDEST_PYTHON = [3, 10]
+
 # The shell of a job, up to the job's Python, which runs its checks, and reads the data as a job would.
 ENVIRONMENT = """
 set -euo pipefail
 source "$1/slurm/site_env.sh"; shift
 if [[ ${SITE_SRUN_ARGS[*]-} == *--container* ]]; then echo "srun's container"; exit; fi
 run_activate_environment
-exec "${SITE_CONTAINER[@]}" python -c "$@"
+exec "${SITE_CONTAINER[@]}" "$@"
 """
 LOOK = """
 import sys
@@ -80,16 +101,122 @@ def check_slurm() -> list[Finding]:
     return [Finding("slurm", OK, f"{version} answers")]
 
 
-def check_environment(site: Site, in_job_too: bool) -> list[Finding]:
+def _in_a_jobs_shell(*command: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command in this folder as a job would, up to its Python."""
+    shell = ("bash", "-c", ENVIRONMENT, "environment", str(REPOSITORY))
+    return slurm.ask(*shell, *command, seconds=IMPORT_SECONDS, cwd=folder)
+
+
+def _most_gpus() -> int:
+    """Return the GPUs of the largest node; none of the practice cluster, whose GPUs are virtual."""
+    return 0 if slurm.cluster() == "practice" else slurm.most_gpus()
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was seen of a script that does not use the kit, and of its environment.
+
+    Attributes:
+        python: what its ranks are to be tried with: its Python, or "python" for that of the job.
+    """
+
+    findings: list[Finding]
+    python: str
+
+
+def check_program(program: Program, arguments: Sequence[str]) -> Checked:
+    """Check that what a script imports is in its environment, and that PyTorch is there for the GPUs.
+
+    Args:
+        program: what --plain names.
+        arguments: of the script, for modules of its own that read them.
+    """
+    python = str(program.python or "python")
+    # A program that is no Python code may start anything.
+    file = str(program.path) if program.is_python and program.path.is_file() else ""
+    folder = program.user_folder if program.module else program.folder
+    command = [python, script_imports.__file__, str(folder), file, program.module, *arguments]
+    if program.python:
+        # Without --python the kit is on the script's path.
+        command = ["env", f"PYTHONPATH={without_the_kit(os.environ.get('PYTHONPATH', ''))}", *command]
+    done = _in_a_jobs_shell(*command, folder=program.user_folder)
+    facts = next((message["script"] for message in read_messages(done.stdout) if "script" in message), None)
+    if facts is None:
+        if "srun's container" in done.stdout:
+            return Checked([_only_in_srun()], python)
+        problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
+        message = f"{python} could not import what {program.label} imports: {problem}"
+        return Checked([Finding("script", FAULT, message, "make it work there, by hand")], python)
+    findings = _of_environment(facts, program)
+    problems = facts["problems"]
+    findings += [_of_problem(problem, facts["python"], " ".join(program.name)) for problem in problems]
+    if file and not problems:
+        findings.append(Finding("script", OK, f"all that {file} imports at its top is there"))
+    lacks = _what_ranks_lack(facts)
+    if lacks:
+        message = f"{facts['python']} {lacks}: the ranks of the doctor's job are tried with the job's Python"
+        findings.append(Finding("environment", WARNING, message))
+        python = "python"
+    return Checked(findings, python)
+
+
+def _what_ranks_lack(facts: dict) -> str:
+    """Return why the doctor's job cannot try ranks in the environment of a script; "" if it can."""
+    if facts["version"] < OLDEST_PYTHON:
+        return f"is {'.'.join(map(str, facts['version']))}, older than 3.10"
+    if not facts["has_numpy"]:
+        # torch.distributed.all_gather_object, by which our ranks meet.
+        return "has no NumPy, by which PyTorch hands objects from rank to rank"
+    return ""
+
+
+def _of_environment(facts: dict, program: Program) -> list[Finding]:
+    """Return what is to be said of the PyTorch in the environment of a script."""
+    python = facts["python"]
+    if not facts["torch"]:
+        level = FAULT if program.is_python else WARNING
+        return [Finding("environment", level, f"{python} has no PyTorch", _how_to_install(python, "torch"))]
+    version = facts["torch"].partition("+")[0]
+    findings = [
+        Finding("environment", OK, f"of the script: {python}, torch {version} for {facts['torch_is_for']}")
+    ]
+    most_gpus = _most_gpus()
+    if facts["torch_is_for"] == "the CPU only" and most_gpus:
+        findings.append(for_the_cpu_only(most_gpus))
+    return findings
+
+
+def _of_problem(problem: dict, python: str, script: str) -> Finding:
+    """Return the fault of something that a script imports and cannot have."""
+    where = f"line {problem['line']} of {script}" if "line" in problem else script
+    fix = f"try that line in {shlex.quote(python)}"
+    missing = problem.get("missing", "").partition(".")[0]
+    if missing == "trainkit":
+        fix = f"install the kit there: {shlex.quote(python)} -m pip install -e {shlex.quote(str(REPOSITORY))}"
+    elif missing:
+        fix = _how_to_install(python, missing)
+    return Finding("script", FAULT, f"{where}: {problem['error']}", fix)
+
+
+def _how_to_install(python: str, name: str) -> str:
+    return (
+        f"{shlex.quote(python)} -m pip install {name}, or the package that has it; or choose another --python"
+    )
+
+
+def _only_in_srun() -> Finding:
+    message = "Python and data can be seen only from inside srun's container"
+    return Finding("environment", WARNING, message, "check them with `doctor.py --job`")
+
+
+def check_environment(site: Site, in_job_too: bool, with_data: bool = True) -> list[Finding]:
     """Check the job's Python and, read with it, the data; `in_job_too` if a job will check again."""
     # It may work on the compute nodes only, which the job will show.
     level = WARNING if in_job_too else FAULT
-    most_gpus = 0 if slurm.cluster() == "practice" else slurm.most_gpus()
-    arguments = (str(REPOSITORY), LOOK, str(site.data_dir), str(most_gpus))
-    done = slurm.ask("bash", "-c", ENVIRONMENT, "environment", *arguments, seconds=IMPORT_SECONDS)
+    data_dir = str(site.data_dir) if with_data else ""
+    done = _in_a_jobs_shell("python", "-c", LOOK, data_dir, str(_most_gpus()))
     if "srun's container" in done.stdout:
-        message = "Python and data can be seen only from inside srun's container"
-        return [Finding("environment", WARNING, message, "check them with `doctor.py --job`")]
+        return [_only_in_srun()]
     findings = findings_in(read_messages(done.stdout))
     if not findings:
         # The command's output, and its error.

@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from trainkit import errors, job_folder
 from trainkit.distributed import launchers
-from trainkit.errors import REPOSITORY, UserError
+from trainkit.errors import UserError
 from trainkit.jobs import as_main
-from trainkit.jobs.program import ACTIVE, Program, parse
+from trainkit.jobs.program import ACTIVE, Program, parse, without_the_kit
 from trainkit.process import end_with
 from trainkit.signals import STOP_SIGNALS
 
@@ -114,11 +114,9 @@ def _leave_the_kits_environment(variables: dict[str, str], python: Path) -> None
     for name, mark in ACTIVE.items():
         if (environment / mark).exists():
             variables[name] = str(environment)
-    # slurm/site_env.sh has put the kit there.
-    path = variables.pop("PYTHONPATH", "").split(os.pathsep)
-    others = [folder for folder in path if folder and Path(folder) != REPOSITORY]
-    if others:
-        variables["PYTHONPATH"] = os.pathsep.join(others)
+    python_path = without_the_kit(variables.pop("PYTHONPATH", ""))
+    if python_path:
+        variables["PYTHONPATH"] = python_path
 
 
 def _let_signals_through() -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.config.command_line import Parser, given
-from trainkit.errors import UserError
+from trainkit.errors import REPOSITORY, UserError
 from trainkit.job_folder import Script
 
 OPTIONS = ("--python", "--when-requeued", "--one-process-per-node")
@@ -101,6 +101,12 @@ class Program:
             module=self.module,
             python=str(self.python or python),
         )
+
+
+def without_the_kit(path: str) -> str:
+    """Return a PYTHONPATH without this checkout, which slurm/site_env.sh has put there."""
+    folders = [folder for folder in path.split(os.pathsep) if folder and Path(folder).resolve() != REPOSITORY]
+    return os.pathsep.join(folders)
 
 
 def note_on_environment(program: Program) -> str:
@@ -205,7 +211,7 @@ def from_options(own_options: argparse.Namespace, folders: Sequence[Path]) -> Pr
         path=path,
         user_folder=folders[0],
         module=module,
-        python=_python(own_options.python) if own_options.python else None,
+        python=_python(own_options.python, folders[0]) if own_options.python else None,
         when_requeued=when_requeued,
         one_process_per_node=own_options.one_process_per_node,
     )
@@ -246,9 +252,9 @@ def _check_that_it_starts(path: Path, name: str) -> None:
         raise UserError(f"{name} does not say what runs it: give it a first line such as #!/bin/bash.")
 
 
-def _python(text: str) -> Path:
+def _python(text: str, folder: Path) -> Path:
     # Not resolved: in an environment of its own, `python` is a link to the Python that it was made with.
-    path = Path(os.path.normpath(Path(text).expanduser().absolute()))
+    path = Path(os.path.normpath(folder.absolute() / Path(text).expanduser()))
     if not path.is_file() or not os.access(path, os.X_OK):
         example = path / "bin" / "python" if (path / "bin" / "python").exists() else "~/envs/mine/bin/python"
         raise UserError(f"--python {text} is no program: give the Python of your environment, as {example}.")

@@ -117,8 +117,12 @@ class Evidence:
                 return Reason(f"no rank could start, as a command was not found: {remedy}")
         for line in reversed(self._lines):
             lacking = NO_MODULE.search(line)
-            if lacking and not self._is_plain:
+            if lacking:
                 remedy = "correct activate_environment in slurm/site.sh, or install it"
+                if self._is_plain:
+                    remedy = (
+                        "leave activate_environment of slurm/site.sh to the kit, and give yours by --python"
+                    )
                 return Reason(f"the job's Python has no {lacking[1]}: {remedy}", exit_code=1)
         return None
 
