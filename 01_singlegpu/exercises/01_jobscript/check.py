@@ -1,126 +1,138 @@
-"""Reads the job script as Slurm and the shell would, asks Slurm where it is, and looks for the log."""
+"""Reads what the job script asks for, runs it with a stand-in for srun, and asks Slurm where there is one."""
 
 import argparse
 import glob
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.config.command_line import time_limit
 from trainkit.jobs import slurm
 from trainkit.workshop.work import Workspace, Wrong, ask_slurm, requested
 
 JOB = "job.sh"
+SCRIPT = "train.py"
 ANSWERS = """\
 # Before you submit: will the output of the job come to the terminal or into a file?
 prediction = file
-
-# Slurm would have ignored one line of job.sh as it was. What was that line about?
-# One word: name, nodes, memory or time
-ignored = memory
 """
 HINTS = """\
 ## 1
 
-`--ntasks` and `--gpus-per-node` ask for just this: one process with one GPU. The process itself needs a
-core, and so does each loader worker. And what is the difference between `#SBATCH` and `# SBATCH`?
+A line such as `#SBATCH --ntasks=1` asks for one task. The others are --gpus-per-node, --cpus-per-task,
+--mem, --time and --output. They begin with `#SBATCH`, without a space behind the `#`. The last line begins
+with `srun`.
 
 ## 2
 
-In `--output`, Slurm replaces `%j` with the number of the job. `set` needs `-e` (end at an error) and `-u` (a
-variable that is not set is an error); `pipefail` needs `-o`: together `-euo pipefail`. The time of a short
-job is some minutes, such as 00:15:00.
+In `--output`, Slurm replaces `%j` with the number of the job. `--mem=8G` has a unit; without one it is in
+MB. `set` needs `-e` (end at an error) and `-u` (a variable that is not set is an error); `pipefail` needs
+`-o`: together `set -euo pipefail`.
 
 ## 3
 
-`srun --cpus-per-task="$SLURM_CPUS_PER_TASK"` passes on the number from the `#SBATCH` line. The ignored line
-is the one that asks for memory: remove the space after `#`.
+The job starts in the folder that you submit from, the folder of the stage. So the last line is
+`srun --cpus-per-task="$SLURM_CPUS_PER_TASK" python exercises/01_jobscript/mine/train.py`.
 """
 SOLUTION = {
-    "job.sh": r"""@@
--# My first job script. Fill in every gap, and fix the line that Slurm would not read.
--# Submit it from the folder of the stage: sbatch exercises/01_jobscript/mine/job.sh
-+# My first job script. Submit it from the folder of the stage: sbatch exercises/01_jobscript/mine/job.sh
+    "job.sh": """\
 @@
--#SBATCH --ntasks=____           # how many processes has stage 01?
--#SBATCH --gpus-per-node=____    # how many GPUs does it use?
--#SBATCH --cpus-per-task=____    # CPU cores: one for the training, and at least one for its loader
--# SBATCH --mem=8G
--#SBATCH --time=____             # HH:MM:SS; the training takes some minutes
--#SBATCH --output=first-____.log # with the number of the job: no job overwrites the log of another
-+#SBATCH --ntasks=1              # how many processes has stage 01?
-+#SBATCH --gpus-per-node=1       # how many GPUs does it use?
-+#SBATCH --cpus-per-task=2       # CPU cores: one for the training, and at least one for its loader
+-# What Slurm should give the job: lines of #SBATCH, before the first command
++#SBATCH --job-name=first
++#SBATCH --ntasks=1
++#SBATCH --gpus-per-node=1
++#SBATCH --cpus-per-task=2
 +#SBATCH --mem=8G
-+#SBATCH --time=00:15:00         # HH:MM:SS; the training takes some minutes
-+#SBATCH --output=first-%j.log   # with the number of the job: no job overwrites the log of another
++#SBATCH --time=00:10:00
++#SBATCH --output=first-%j.log
 @@
--set -____ pipefail # end at the first error, also if a variable is not set
-+set -euo pipefail # end at the first error, also if a variable is not set
+-# What the shell should do when a command fails
++set -euo pipefail
 @@
--srun ____ "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
-+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
+-# The training, started by Slurm as a task of the job
++srun --cpus-per-task="$SLURM_CPUS_PER_TASK" python exercises/01_jobscript/mine/train.py
 """,
 }
 STARTS_WITH = "`prediction`"
+SRUN = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+PYTHON = "python exercises/01_jobscript/mine/train.py"
+SET = "set -euo pipefail\n"
 WRONG = [
-    ("job.sh", "--ntasks=1 ", "--ntasks=____ ", "still has a gap"),
     ("job.sh", "#SBATCH --mem", "# SBATCH --mem", "a comment like any other"),
     ("job.sh", "#SBATCH --mem=8G\n", "", "`#SBATCH --mem=...` is missing"),
-    ("job.sh", "set -euo", "sleep 1\n#SBATCH --mem=9G\nset -euo", "after the first command"),
-    ("job.sh", "--nodes=1", "--nodes=1 --partition=gpu", "slurm/site.sh"),
-    ("job.sh", "--ntasks=1 ", "--ntasks=2 ", "the same training twice"),
-    ("job.sh", "--gpus-per-node=1 ", "--gpus-per-node=2 ", "uses one GPU"),
-    ("job.sh", "--cpus-per-task=2 ", "--cpus-per-task=1 ", "share one core"),
-    ("job.sh", "00:15:00", "00:00:15", "5 minutes or more"),
-    ("job.sh", "00:15:00", "2-00:00:00", "waits longer in the queue"),
-    ("job.sh", "00:15:00", "soon", "neither HH:MM:SS"),
+    ("job.sh", "#SBATCH --gpus-per-node=1\n", "", "asks for no GPU"),
+    ("job.sh", SET, "sleep 1\n#SBATCH --mem=9G\n" + SET, "after the first command"),
+    ("job.sh", "--ntasks=1", "--ntasks=2", "the same training twice"),
+    ("job.sh", "--gpus-per-node=1", "--gpus-per-node=2", "uses one GPU"),
+    ("job.sh", "--cpus-per-task=2\n", "--cpus-per-task=1\n", "share one core"),
+    ("job.sh", "00:10:00", "00:00:10", "5 minutes or more"),
+    ("job.sh", "00:10:00", "2-00:00:00", "waits longer in the queue"),
+    ("job.sh", "00:10:00", "soon", "neither HH:MM:SS"),
     ("job.sh", "--mem=8G", "--mem=8", "in MB"),
     ("job.sh", "#!/bin/bash\n", "#!/bin/sh\n", "sbatch refuses it"),
     ("job.sh", "#!/bin/bash\n", "\ufeff#!/bin/bash\n", "sbatch refuses it"),
-    ("job.sh", "-euo pipefail", "-eu", "goes on after an error"),
+    ("job.sh", SET, "set -uo pipefail\n", "goes on after an error"),
+    ("job.sh", SET, SET + "cd no/such/folder\n", "before it comes to srun"),
     ("job.sh", "first-%j.log", "first.log", "would write into the same log"),
-    ("job.sh", '"$RESULTS_DIR"', '"$RESULTS_DIR', "bash cannot read it"),
-    ("job.sh", '"$DATA_DIR"', "/home/me/data", "one user's home"),
-    ("job.sh", '"$DATA_DIR"', "~/data", "one user's home"),
-    ("job.sh", "set -euo", "set -uo", "goes on after an error"),
-    ("job.sh", 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"', "srun --ntasks=1", "gets only one core"),
-    ("job.sh", '"$SLURM_CPUS_PER_TASK"', "1", "#SBATCH asks for 2"),
-    ("job.sh", '"$RESULTS_DIR"', '"$RESULTS_DIR" || true', "no & and no ||"),
-    ("job.sh", '"$SLURM_CPUS_PER_TASK"', '"$SLURM_CPUS_PER_TASK" -n 2', "leave `-n 2` out"),
-    ("job.sh", "mnist_singlegpu", "mnist_singelgpu", "is no longer there"),
     ("job.sh", "first-%j.log", "logs/first-%j.log", "no folder logs"),
     ("job.sh", "srun --c", "exec --c", "no line begins with srun"),
-    ("answers.txt", "ignored = memory", "ignored = time", "Slurm reads that line"),
+    ("job.sh", SRUN, "srun --ntasks=1", "gets only one core"),
+    ("job.sh", '"$SLURM_CPUS_PER_TASK"', "1", "#SBATCH asks for 2"),
+    ("job.sh", SRUN, SRUN + " -n 2", "starts 2 tasks"),
+    ("job.sh", PYTHON, "exercises/01_jobscript/mine/train.py", "not by Python"),
+    ("job.sh", PYTHON, "python train.py", "There is no train.py"),
+    ("job.sh", PYTHON, 'python "$(dirname "$0")/train.py"', "a copy of it"),
+    ("job.sh", PYTHON, PYTHON + " || true", "ends as if it had gone well"),
+    ("job.sh", PYTHON, PYTHON + " &", "ends as if it had gone well"),
+    ("job.sh", PYTHON, PYTHON + "'", "bash cannot read it"),
 ]
+# Stands in for srun: notes how it was called, and ends as the training is said to.
+STAND_IN = """\
+#!{python}
+import json, os, sys
+called = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "cores": os.environ.get("SRUN_CPUS_PER_TASK")}}
+with open({notes!r}, "a") as file:
+    print(json.dumps(called), file=file)
+sys.exit({exit_code})
+"""
+FAILURE = 3  # the exit code of a training that fails
+SECONDS = 60  # for the script, whose training is not started
+HOST_LINE = re.compile(r"^host (\S+), (\w+), (\d+) cores$", re.MULTILINE)
+
+
+class Started(NamedTuple):
+    """How the script ended, what it wrote to stderr, and its last call of srun: None if there was none."""
+
+    exit_code: int
+    errors: str
+    srun: dict | None
 
 
 def check(workspace: Workspace) -> str:
-    answers = workspace.answers()
-    prediction = answers.word("prediction", "terminal", "file")
-    ignored = answers.word("ignored", "name", "nodes", "memory", "time")
+    prediction = workspace.answers().word("prediction", "terminal", "file")
     text = workspace.text(JOB)
     content = (workspace.folder / JOB).read_bytes()
     if not content.startswith(b"#!/bin/bash\n") or b"\r" in content or b"\0" in content:
         raise Wrong(
             f"mine/{JOB} begins with the line #!/bin/bash, and no line ends as in Windows: sbatch refuses it."
         )
+    stage = workspace.folder.parents[2]
     _check_lines(text.splitlines())
     options = requested(text)
-    _check_options(options, workspace.folder.parents[2])
-    _check_commands(
-        workspace.folder / JOB, options["cpus-per-task"], re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "))
-    )
-    _check_rest(text)
-    if ignored != "memory":
-        raise Wrong(
-            f"`ignored = {ignored}`: Slurm reads that line of the starter. `reset` shows the starter again."
-        )
-    stage = workspace.folder.parents[2]
+    _check_options(options, stage)
+    _check_commands(workspace.folder / JOB, text)
+    _check_run(workspace.folder, stage, options["cpus-per-task"])
+    asked = ask_slurm(workspace.folder / JOB, stage)
     as_expected = "as you expected" if prediction == "file" else "not to the terminal"
     return (
-        f"The script keeps every rule. {ask_slurm(workspace.folder / JOB, stage)} The output goes into the "
-        "file "
-        f"that --output names, {as_expected}: sbatch returns before the job begins. {_log(options, stage)}"
+        f"The script asks for what the training needs, and starts it. {asked} {_job(options, stage)} The "
+        f"output goes into the file that --output names, {as_expected}: sbatch returns before the job begins."
     )
 
 
@@ -128,8 +140,6 @@ def _check_lines(lines: list[str]) -> None:
     has_begun = False
     for number, line in enumerate(lines, start=1):
         where = f"mine/{JOB}, line {number}"
-        if "____" in line:
-            raise Wrong(f"{where} still has a gap: {line.split('  ')[0]}")
         if re.match(r"#\s+SBATCH", line):
             raise Wrong(
                 f"{where}: with a space, `# SBATCH` is a comment like any other. Slurm ignores it without a "
@@ -137,35 +147,22 @@ def _check_lines(lines: list[str]) -> None:
             )
         if line.startswith("#SBATCH") and has_begun:
             raise Wrong(f"{where}: Slurm ignores #SBATCH lines after the first command, without a warning.")
-        if re.match(r"#SBATCH[^#]*\s(--(partition|account|qos|reservation)|-[pAq])\b", line):
-            raise Wrong(
-                f"{where}: what only one cluster has belongs in slurm/site.sh. Then the script runs on every "
-                "cluster."
-            )
         has_begun |= bool(line.strip()) and not line.startswith("#")
 
 
 def _check_options(options: dict[str, str], stage: Path) -> None:
-    for name in ("ntasks", "gpus-per-node", "cpus-per-task", "mem", "time", "output"):
+    for name in ("cpus-per-task", "time", "output"):
         if name not in options:
             raise Wrong(f"mine/{JOB}: a line `#SBATCH --{name}=...` is missing.")
-    if not re.fullmatch(r"[1-9]\d*([GT]|\d{3}M?|\d{6}K)B?", options["mem"], re.IGNORECASE):
-        raise Wrong(
-            f"--mem={options['mem']}: without a unit it is in MB. Python and PyTorch take several GB: 8G."
-        )
-    if options["ntasks"] != "1":
-        raise Wrong(
-            f"--ntasks={options['ntasks']}: srun would start the same training twice or more. This training "
-            "is one process."
-        )
-    if re.search(r"(^|:)(0|1\d+|[2-9]\d*)$", options["gpus-per-node"]):
-        raise Wrong(
-            f"--gpus-per-node={options['gpus-per-node']}: stage 01 uses one GPU. You would pay for the "
-            "others, and they would be idle."
-        )
+    _check_tasks_and_gpus(options)
+    memory = next((options[name] for name in ("mem", "mem-per-cpu", "mem-per-gpu") if name in options), None)
+    if memory is None:
+        raise Wrong(f"mine/{JOB}: a line `#SBATCH --mem=...` is missing.")
+    if not re.fullmatch(r"[1-9]\d*([GT]|\d{3}M?|\d{6}K)B?", memory, re.IGNORECASE):
+        raise Wrong(f"--mem={memory}: without a unit it is in MB. Python and PyTorch take several GB: 8G.")
     if not re.fullmatch(r"[2-9]|1\d", options["cpus-per-task"]):
         raise Wrong(
-            f"--cpus-per-task={options['cpus-per-task']}: ask for 2 or a few more. With 1, the training and "
+            f"--cpus-per-task={options['cpus-per-task']}: ask for 2 or a few more. With 1, a training and "
             "its loader share one core; of very many cores, most stay idle."
         )
     try:
@@ -191,68 +188,150 @@ def _check_options(options: dict[str, str], stage: Path) -> None:
         raise Wrong(f"There is no folder {folder}: a job whose log cannot be written fails without a word.")
 
 
-def _check_commands(path: Path, cpus: str, commands: str) -> None:
-    """`commands` are the script without comments, each in a line."""
+def _check_tasks_and_gpus(options: dict[str, str]) -> None:
+    tasks = options.get("ntasks", options.get("ntasks-per-node"))
+    gpus = next(
+        (options[name] for name in ("gpus-per-node", "gpus", "gres", "gpus-per-task") if name in options),
+        None,
+    )
+    if tasks is None:
+        raise Wrong(f"mine/{JOB}: a line `#SBATCH --ntasks=...` is missing.")
+    if tasks != "1":
+        raise Wrong(
+            f"With {tasks} tasks, srun would start the same training twice or more. It is one process."
+        )
+    if gpus is None:
+        raise Wrong(f"mine/{JOB} asks for no GPU: `#SBATCH --gpus-per-node=...` is missing.")
+    if not re.search(r"(^|:)1$", gpus) and not re.fullmatch(r"gpu(:[a-z]\w*)?", gpus):
+        raise Wrong(f"It asks for {gpus} GPUs, and this training uses one GPU. The others would be idle.")
+
+
+def _check_commands(path: Path, text: str) -> None:
     syntax = slurm.ask("bash", "-n", str(path))
     if syntax.returncode:
         raise Wrong(
             f"mine/{JOB}: bash cannot read it: {syntax.stderr.strip().splitlines()[0].partition(': ')[2]}"
         )
-    home = re.search(r"((/home|/users|/root|\$HOME)\b|~/)\S*", commands, re.IGNORECASE)
-    if home:
+    commands = re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "))
+    flags = " ".join(re.findall(r"^\s*set (.*)", commands, re.MULTILINE))
+    if not re.search(r"-\w*e|errexit", flags):
         raise Wrong(
-            f"mine/{JOB}: {home[0]} is in one user's home. The variables of job_env.sh work on every site."
+            f"mine/{JOB}: without `set -euo pipefail` the job goes on after an error, and may end as if "
+            "nothing had happened."
         )
-    flags = " ".join(re.findall(r"^set (.*)", commands.partition("\nsrun")[0], re.MULTILINE))
-    if not all(re.search(flag, flags) for flag in (r"-\w*e|errexit", r"-\w*u|nounset", "pipefail")):
-        raise Wrong(
-            f"mine/{JOB}: without `set -euo pipefail` the job goes on after an error, and ends as if nothing "
-            "had happened."
-        )
-    starts = re.findall(r"^srun\b(.*)", commands, re.MULTILINE)
-    if not starts:
+    if not re.search(r"^\s*srun\b", commands, re.MULTILINE):
         raise Wrong(f"mine/{JOB}: no line begins with srun, so Slurm does not start the training as a task.")
-    srun_options, _, site = starts[-1].partition('"${SITE_SRUN_ARGS')
-    passed = re.search(r"\s(?:--cpus-per-task|-c)[= ]*(\S+)", srun_options)
-    if not passed:
+
+
+def _check_run(folder: Path, stage: Path, cores: str) -> None:
+    """Run the script as Slurm would, with an srun that starts nothing, and look at how it was called."""
+    started = _run(folder / JOB, stage, cores, exit_code=0)
+    if started.srun is None or started.exit_code:
+        raise Wrong(
+            f"mine/{JOB} ends with exit code {started.exit_code} before it comes to srun, or after it: "
+            f"{started.errors.strip()[-300:] or 'without a message'}"
+        )
+    _check_start(started.srun, folder, cores)
+    if _run(folder / JOB, stage, cores, exit_code=FAILURE).exit_code == 0:
+        raise Wrong(
+            f"mine/{JOB}: when the training fails, the job ends as if it had gone well. It has to wait for "
+            "srun and end with its exit code: no & and no || there."
+        )
+
+
+def _run(script: Path, stage: Path, cores: str, exit_code: int) -> Started:
+    with tempfile.TemporaryDirectory() as place:
+        notes = Path(place) / "called"
+        commands = Path(place) / "bin"
+        commands.mkdir()
+        srun = commands / "srun"
+        srun.write_text(STAND_IN.format(python=sys.executable, notes=str(notes), exit_code=exit_code))
+        # A cluster may have these two, and this machine not.
+        for name in ("module", "scontrol"):
+            (commands / name).write_text("#!/bin/sh\n")
+        for command in commands.iterdir():
+            command.chmod(0o755)
+        # Slurm runs a copy of the script, in a folder of its own.
+        copy = shutil.copy(script, Path(place) / "slurm_script")
+        environment = os.environ | {
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "1",
+            "SLURM_SUBMIT_DIR": str(stage),
+            "SLURM_CPUS_PER_TASK": cores,
+            "SLURM_NTASKS": "1",
+        }
+        try:
+            done = subprocess.run(
+                ["bash", copy], cwd=stage, env=environment, capture_output=True, text=True, timeout=SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise Wrong(
+                f"mine/{JOB} does not end within {SECONDS} seconds, though srun starts nothing."
+            ) from None
+        calls = notes.read_text().splitlines() if notes.exists() else []
+        return Started(done.returncode, done.stderr, json.loads(calls[-1]) if calls else None)
+
+
+def _check_start(called: dict, folder: Path, cores: str) -> None:
+    line = " ".join(called["arguments"])
+    options, python, rest = re.match(r"(.*?)(\S*python[\d.]*(?= )|$)(.*)", line).groups()
+    passed = re.search(r"(?:--cpus-per-task|-c)[= ]*(\d+)", options)
+    given = passed[1] if passed else called["cores"]
+    if given is None:
         raise Wrong(
             f"mine/{JOB}: with Slurm 22.05 to 23.02 srun does not take over --cpus-per-task from #SBATCH, so "
             "the training gets only one core."
         )
-    number = passed[1].strip('"')
-    is_variable = re.fullmatch(r"\$\{?SLURM_CPUS_PER_TASK(:-\d+)?\}?", number)
-    if number != cpus and not is_variable:
+    if given != cores:
         raise Wrong(
-            f"mine/{JOB}: srun starts the training with {number} core(s), and #SBATCH asks for {cpus}. Pass "
+            f"mine/{JOB}: srun starts the training with {given} core(s), and #SBATCH asks for {cores}. Pass "
             "on $SLURM_CPUS_PER_TASK."
         )
-    other_options = srun_options.replace(passed[0], "").strip()
-    if site and other_options:
-        raise Wrong(f"mine/{JOB}: leave `{other_options}` out: srun takes all but the cores from #SBATCH.")
-    if re.search(r"\|\||(?<!&)&\s*$", starts[-1]):
+    tasks = re.search(r"(?:--ntasks|-n)[= ]*(\d+)", options)
+    if tasks and tasks[1] != "1":
+        raise Wrong(f"mine/{JOB}: srun starts {tasks[1]} tasks, and #SBATCH asks for one.")
+    if not python:
         raise Wrong(
-            f"mine/{JOB}: the script has to wait for srun, and end with its exit code: no & and no || there."
+            f"mine/{JOB}: srun starts `{line}`, and {SCRIPT} is not a program: it is run not by Python."
+        )
+    scripts = [word for word in rest.split() if word.endswith(SCRIPT)]
+    if not scripts:
+        raise Wrong(f"mine/{JOB}: srun starts `{python}{rest}`, which is not {SCRIPT}.")
+    script = Path(called["folder"]) / scripts[0]
+    if scripts[0].startswith("/") and not script.exists():
+        raise Wrong(
+            f"mine/{JOB}: it looks for {SCRIPT} beside itself. Slurm runs a copy of it, in a folder of its "
+            "own: name the path from the folder where you submit."
+        )
+    if not script.exists():
+        raise Wrong(
+            f"There is no {scripts[0]} in the folder where the job starts, which is the folder of the stage, "
+            "where you submit."
         )
 
 
-def _check_rest(text: str) -> None:
-    """What has no gap in the starter is needed as it is."""
-    for line in (Path(__file__).parent / "starter" / JOB).read_text().splitlines():
-        if line and not line.startswith("#") and "____" not in line and line not in text:
-            raise Wrong(f"mine/{JOB}: the line `{line.strip()}` of the starter is no longer there.")
+def _job(options: dict[str, str], stage: Path) -> str:
+    """Return a sentence on the job that has run.
 
-
-def _log(options: dict[str, str], stage: Path) -> str:
+    Raises:
+        Wrong: if there is a Slurm, and no job has run, or it failed.
+    """
     pattern = glob.escape(options["output"]).replace("%x", options.get("job-name", "*"))
     pattern = re.sub("(%j)+", "[0-9]*", pattern)
     folder = Path("/") if pattern.startswith("/") else stage
     logs = [log for log in folder.glob(pattern.strip("/") or "*") if log.is_file()]
     logs.sort(key=lambda log: log.stat().st_mtime)
     if not logs:
-        return "Submit it now, if you have a cluster."
-    code = re.findall(r"with exit code (\d+)", logs[-1].read_text(errors="replace"))
-    if not code:
-        return f"{logs[-1].name} has no line `ended` yet: the job is running, or its script was killed."
-    if code[-1] != "0":
-        return f"Your job ran and failed: the line `why` in {logs[-1].name} has the reason."
-    return f"Your job has run: {logs[-1].name} ends with exit code 0."
+        if slurm.why_not_here():
+            return "Submit it when you are on a cluster."
+        raise Wrong(
+            "The script is right, and there is a Slurm here: submit it, and check again after the job."
+        )
+    said = logs[-1].read_text(errors="replace")
+    host = HOST_LINE.search(said)
+    if not host or "\ntrained " not in said:
+        raise Wrong(
+            f"{logs[-1].name} has no line `trained ...`: wait if the job still runs. Otherwise its last "
+            f"lines say what happened: {said.strip()[-200:]}"
+        )
+    return f"Your job has run on {host[1]} ({host[2]}), with {host[3]} cores."
