@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check --editable
 ARGS ?=
 NODES ?= 2
 GPUS ?= 2
@@ -48,10 +49,10 @@ sweep: $(VENV)/ready
 
 test test-all test-lowest test-middle: export PRACTICE_SLURM = $(SLURM)
 
-test: $(VENV)/ready
+test: $(VENV)/ready-test
 	@$(RUN) -m pytest -m "not full" $(ARGS)
 
-test-all: $(VENV)/ready
+test-all: $(VENV)/ready-test
 	@$(RUN) -m pytest --durations=25 $(ARGS)
 
 # The lowest versions that pyproject.toml allows, and those of a day in between; each in an environment of its own.
@@ -70,7 +71,7 @@ bench: $(VENV)/ready
 	@$(RUN) tools/bench/bench.py $(ARGS)
 
 # What the lessons are made of: diffs and tables that the READMEs quote, the pictures, the notebook's outputs.
-lessons: $(VENV)/ready
+lessons: $(VENV)/ready-test
 	@$(RUN) tools/lessons.py
 
 # Needs no packages of Python: it works before the environment is set up.
@@ -91,5 +92,11 @@ $(VENV)/ready: pyproject.toml
 	@test -w . || { echo "error: you may not write here: make your own copy, or activate the environment of whoever owns it" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "error: $(PYTHON) cannot make an environment: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
-	@$(RUN) -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check --editable '.[test]'
+	@$(INSTALL) '.[course]'
+	@touch $@
+
+# What only the tests and `make lessons` need, in the same environment.
+$(VENV)/ready-test: pyproject.toml | $(VENV)/ready
+	@echo "Adding the packages of the tests to $(VENV) (once)"
+	@$(INSTALL) '.[test]'
 	@touch $@

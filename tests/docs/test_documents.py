@@ -2,9 +2,11 @@
 
 import argparse
 import csv
+import importlib.metadata
 import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from statistics import median
@@ -20,6 +22,8 @@ from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
 from forking import Forking
 from pictures import comparison_figures
 from pictures.svg import COLOURS
+from setuptools.config.pyprojecttoml import load_file
+from test_packages import imports
 from torch.utils.data import DataLoader
 
 from trainkit.data import staging
@@ -67,12 +71,56 @@ def test_conda_installs_what_make_installs() -> None:
     conda = (REPOSITORY / "environment.yml").read_text()
     make = (REPOSITORY / "Makefile").read_text()
     assert "name: tutorial" in conda
-    assert "--editable .[test]" in conda
-    assert "--editable '.[test]'" in make
+    assert "--editable .[course]" in conda
+    assert "--editable" in make and "'.[course]'" in make
     lowest = re.search(r'requires-python = ">=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())[1]
     assert f"python>={lowest}" in conda
     listed = [line.strip("- ") for line in conda.splitlines() if line.startswith("  - ")]
     assert [name.split(">")[0] for name in listed] == ["conda-forge", "python", "pip", "pip:"]
+
+
+@pytest.mark.parametrize(
+    ("made", "changed", "target", "installed"),
+    [
+        ([], "", "learn", ["course"]),
+        ([], "", "compare", ["course"]),
+        ([], "", "test", ["course", "test"]),
+        (["ready"], "", "learn", []),
+        (["ready"], "", "lessons", ["test"]),
+        (["ready"], "pyproject.toml", "data", ["course"]),
+        (["ready", "ready-test"], "", "test-all", []),
+        (["ready", "ready-test"], "pyproject.toml", "test", ["course", "test"]),
+    ],
+)
+def test_make_installs_what_a_target_needs(
+    made: list[str], changed: str, target: str, installed: list[str], tmp_path: Path
+) -> None:
+    """Once, and anew when the list of dependencies changes; what only tests need comes with the tests."""
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    files = [Path(shutil.copy(REPOSITORY / name, tmp_path)) for name in ("Makefile", "pyproject.toml")]
+    for number, file in enumerate([*files, *(python.parents[1] / name for name in made)]):
+        file.touch()
+        os.utime(file, (number, number))
+    if changed:
+        (tmp_path / changed).touch()
+    done = succeeded(ran("make", "--dry-run", "-C", tmp_path, target, cwd="/"))
+    assert re.findall(r"pip install .*--editable '\.\[(\w+)\]'", done.stdout) == installed
+
+
+def test_what_a_learner_runs_is_installed_by_make() -> None:
+    """All that the lessons, exercises and commands import, but for what their pages tell to install."""
+    told_to_install = {"lightning", "wandb", "mlflow"}
+    project = load_file(REPOSITORY / "pyproject.toml")["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["course"]]
+    declared = {"trainkit", *(re.match(r"[\w-]+", requirement)[0] for requirement in needed)}
+    distributions = importlib.metadata.packages_distributions()
+    assert "py-spy" in declared
+    for path in lessons.files("0*/*.py", "trainkit/*.py", "slurm/*.py", "results/*.py"):
+        for module in {name.split(".")[0] for name in imports(path)} - told_to_install:
+            # The project's own modules, and Python's, are of no distribution.
+            assert declared.intersection(distributions.get(module, declared)), f"{path}: {module}"
 
 
 @pytest.mark.parametrize("readme", lessons.files("*.md"), ids=lambda path: str(path.relative_to(REPOSITORY)))
