@@ -26,7 +26,7 @@ from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.jobs import local, submission, sweep, variation
 from trainkit.jobs.program import add_options
 from trainkit.jobs.site import read_site
-from trainkit.jobs.stages import STAGES
+from trainkit.jobs.stages import STAGES, Stage
 
 NOTES = """\
 Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
@@ -80,21 +80,68 @@ OPTIONS_OF_PLAIN_SWEEPS = {
 @entrypoint
 def main() -> int:
     own_options, arguments = _parse()
-    site = read_site()
-    loaders = _loaders(own_options)
-    script = own_options.script or own_options.plain
-    is_plain = bool(own_options.plain)
-    if script:
+    is_users_own = bool(own_options.script or own_options.plain)
+    if is_users_own:
         stages = (submission.choose_stage(STAGES["ddp"], own_options),)
     else:
         stages = tuple(STAGES[name] for name in own_options.stages)
-    opts = submission.read_options(stages[0], arguments, site)
-    if not script:
+    grid = _grid(own_options, stages)
+    planned_sweep = _sweep(own_options, stages[0], arguments)
+    if not is_users_own:
         # Once for all runs, as all of them need it.
-        staging.check(opts.dataset, opts.data_dir)
+        staging.check(planned_sweep.opts.dataset, planned_sweep.opts.data_dir)
+    runs, left_out = planned_sweep.planned(grid)
+    for reason, count in left_out.items():
+        print_line(f"left out ({count}): {reason}")
+    if own_options.dry_run:
+        _print_runs(planned_sweep, runs)
+        _warn_of_shared_files(planned_sweep, runs)
+        return 0
+    _warn_of_shared_files(planned_sweep, runs)
+    if planned_sweep.why_here:
+        print_line(f"{planned_sweep.why_here}: one run at a time, as processes of this machine")
+    with planned_sweep.claim(stages[0].words if is_users_own else ()):
+        return sweep.run(
+            planned_sweep,
+            runs,
+            own_options.max_jobs,
+            report=partial(_report, own_options=own_options),
+        )
+
+
+def _grid(own_options: argparse.Namespace, stages: tuple[Stage, ...]) -> sweep.Grid:
+    """Return the lists of which every combination is run.
+
+    Raises:
+        UserError: for lists that contradict each other.
+    """
+    batch_sizes = own_options.batch_size
+    if batch_sizes is None:
+        batch_sizes = (None,) if own_options.plain else DEFAULT_BATCH_SIZES
+    return sweep.Grid(
+        stages=stages,
+        gpus=own_options.gpus,
+        batch_sizes=batch_sizes,
+        num_workers=_loaders(own_options),
+        train_sizes=own_options.train_size,
+        repeats=own_options.repeats,
+        scaling=own_options.scaling,
+        gpus_per_node=own_options.gpus_per_node,
+        settings=variation.combinations(own_options.vary),
+    )
+
+
+def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) -> sweep.Sweep:
+    """Return what all runs share.
+
+    Raises:
+        UserError: for arguments that the stage refuses, or that runs cannot share.
+    """
+    site = read_site()
+    opts = submission.read_options(stage, arguments, site)
     why_here = submission.why_local(own_options.local)
     folder = own_options.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
-    planned_sweep = sweep.Sweep(
+    return sweep.Sweep(
         folder=folder.absolute(),
         arguments=tuple(arguments),
         opts=opts,
@@ -104,37 +151,9 @@ def main() -> int:
         gpus_here=local.gpus_here() if why_here and not opts.no_cuda else 0,
         cpus_per_gpu=own_options.cpus_per_gpu,
         partition=own_options.partition,
-        plain=is_plain,
+        plain=bool(own_options.plain),
         chdir=own_options.chdir,
     )
-    grid = sweep.Grid(
-        stages=stages,
-        gpus=own_options.gpus,
-        batch_sizes=own_options.batch_size or ((None,) if is_plain else DEFAULT_BATCH_SIZES),
-        num_workers=loaders,
-        train_sizes=own_options.train_size,
-        repeats=own_options.repeats,
-        scaling=own_options.scaling,
-        gpus_per_node=own_options.gpus_per_node,
-        settings=variation.combinations(own_options.vary),
-    )
-    runs, left_out = planned_sweep.planned(grid)
-    for reason, count in left_out.items():
-        print_line(f"left out ({count}): {reason}")
-    if own_options.dry_run:
-        _print_runs(planned_sweep, runs)
-        _warn_of_shared_files(planned_sweep, runs)
-        return 0
-    _warn_of_shared_files(planned_sweep, runs)
-    if why_here:
-        print_line(f"{why_here}: one run at a time, as processes of this machine")
-    with planned_sweep.claim(stages[0].words if script else ()):
-        return sweep.run(
-            planned_sweep,
-            runs,
-            own_options.max_jobs,
-            report=partial(_report, own_options=own_options),
-        )
 
 
 def _print_runs(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> None:

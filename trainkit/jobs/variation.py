@@ -54,7 +54,7 @@ class Varied:
 def varied(text: str) -> Varied:
     """Parse `NAME=VALUE,VALUE,...`: an argparse type."""
     name, _, values = text.partition("=")
-    values = tuple(values.split(","))
+    values = tuple(value.strip() for value in values.split(","))
     if not name or not all(values):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE,VALUE,...")
     if name in NOT_TO_VARY:
