@@ -15,7 +15,8 @@ files of runs, or a CSV with the rows of many runs, each with the names of the r
 that is there. For test_exercises.py it has
 `STARTS_WITH`, a part of the answer to the untouched starter, and `WRONG`, typical wrong answers: (file in
 mine/, text of the solution, its replacement, part of the resulting hint); for runs, the file may be
-`runs/*.csv`.
+`runs/*.csv`. `TOLD_WHEN_DONE` has mistakes of the same form that the check names although the exercise is
+done, as they are of an extra part.
 """
 
 import ast
