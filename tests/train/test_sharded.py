@@ -1,5 +1,6 @@
 """A network that is split over the ranks, by fsdp.py or by pipeline.py, trains and goes on as a whole one."""
 
+import re
 import runpy
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import (
     BY_FEATURE,
+    ENVIRONMENT,
     STAGES,
     WITHOUT_DROPOUT,
     Script,
@@ -20,6 +22,7 @@ from conftest import (
     succeeded,
     weights_of,
 )
+from forking import Forking
 
 from trainkit.training import sharded
 from trainkit.training.model import Net
@@ -309,3 +312,56 @@ def test_a_recorder_goes_on_beside_a_split_network(by_recorder: Path, script: Sc
     before, after = rows_of(tmp_path)
     assert after["train_loss"] < before["train_loss"]
     assert [before["epoch"], after["epoch"]] == [1, 2] and after["resumed_from"] == before["start"]
+
+
+# The memory of each rank: with a small network first, so that all of PyTorch that it takes is loaded.
+MEMORY = """
+import re, sys, torch
+import torch.distributed as dist
+from pathlib import Path
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from trainkit.training.checkpoint import Checkpointer
+from trainkit.training.sharded import Sharded
+
+def resident(which):
+    return int(re.search(rf"{which}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def go_on(folder, width):
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(32)])
+    for layer in (*model, model):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.to_empty(device="cpu")
+    for weights in model.parameters():
+        nn.init.zeros_(weights.to_local())
+    optimizer = torch.optim.Adam(model.parameters())
+    checkpointer = Checkpointer({"split": Sharded(model, optimizer)}, folder)
+    if checkpointer.resume() == (1, 0):
+        model(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+        checkpointer.save(2)
+        checkpointer.finish()
+    return sum(weights.to_local().nbytes for weights in model.parameters()) * 3
+
+dist.init_process_group("gloo")
+for _ in range(2):
+    go_on("small", 16)
+before = resident("VmRSS")
+share = go_on("large", 724)
+print("shares at the peak:", (resident("VmHWM") - before) / share)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_goes_on_needs_little_more_memory_than_its_own_share(
+    forking: Forking, tmp_path: Path
+) -> None:
+    """With Adam 100 MB on each of two ranks."""
+    (tmp_path / "memory.py").write_text(MEMORY)
+    for _ in range(2):
+        done = succeeded(forking.run(tmp_path / "memory.py", ranks=2, env=ENVIRONMENT, cwd=tmp_path))
+    shares = [float(number) for number in re.findall(r"shares at the peak: (\S+)", done.stdout)]
+    assert len(shares) == 2 and min(shares) >= 1 and max(shares) <= 1.5, shares

@@ -156,7 +156,7 @@ def test_a_loss_that_is_no_number_ends_all_ranks_within_the_epoch(script: Script
     for rank in (0, 1):
         assert f"error on rank {rank}: the loss is nan at step 5 of epoch 1: lower --lr" in told
     for path in (tmp_path / "checkpoints").glob("*.pt"):
-        assert torch.load(path, weights_only=True)["partial_epoch"]["losses"].isfinite().all()
+        assert torch.load(path, weights_only=True)["parts"]["partial_epoch"]["losses"].isfinite().all()
 
 
 def test_weights_that_are_no_numbers_replace_no_checkpoint(
