@@ -36,9 +36,11 @@ TRAININGS = {
     f"{BEYOND}/by_feature/fsdp.py": "--how",
     f"{BEYOND}/complete/gan.py": "",
     f"{BEYOND}/complete/gpt.py": """
-        --checkpoint-activations --compile --context --heads --layers --shards --vocabulary""",
+        --bf16-residuals --checkpoint-activations --compile --context --heads --layers --shards
+        --vocabulary""",
     f"{BEYOND}/complete/gpt_fsdp.py": """
-        --checkpoint-activations --compile --context --heads --layers --shards --vocabulary""",
+        --bf16-residuals --checkpoint-activations --compile --context --heads --layers --shards
+        --vocabulary""",
     f"{BEYOND}/complete/lightning/mnist_lightning.py": "",
     f"{BEYOND}/by_feature/local_sgd.py": "--average-every",
     f"{BEYOND}/by_feature/loggers.py": "--logger",

@@ -232,6 +232,18 @@ def test_operations_are_counted_as_pytorch_counts_them(beyond: None) -> None:
     assert gpt_metrics.flops_per_token(model) == pytest.approx(counted.get_total_flops() / 128, rel=0.01)
 
 
+@pytest.mark.parametrize("given", [(), ("--bf16-residuals",)])
+def test_the_blocks_add_up_in_bf16_only_if_asked_to(given: tuple, beyond: None) -> None:
+    """Under autocast the results of their layers are bf16 in any case."""
+    import gpt_model
+
+    opts = parse_options("", ["--precision", "bf16", *given], **gpt_model.OPTIONS)
+    model = gpt_model.build_model(opts)
+    with torch.autocast("cpu", torch.bfloat16):
+        added_up = model.hidden(torch.zeros(2, opts.context).long())
+    assert added_up.dtype == (torch.bfloat16 if given else torch.float32)
+
+
 def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:
     import gpt_model
 

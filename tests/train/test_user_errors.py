@@ -93,6 +93,7 @@ BAD_OPTIONS_OF_EXAMPLES = [
     ("tabular --test-size 6000", ["--test-size 6000", "5000"]),
     ("gpt --width 16 --heads 3", ["--width 16", "--heads 3"]),
     ("gpt --data-dir . --shards 1 --test-size 2", ["2 windows", "3"]),
+    ("gpt --bf16-residuals", ["--bf16-residuals", "--precision bf16"]),
     ("gpt --vocabulary 10", ["--vocabulary", "10"]),
     ("pipeline --micro-batches 7 --batch-size 60", ["--batch-size 60", "7 micro-batches"]),
 ]

@@ -55,6 +55,13 @@ ON_A_GPU = Ladder(
         Section("bf16, split, compiled", "--precision bf16 --compile", 50, 120, "gpt_fsdp.py"),
         Section("bf16, compiled, 64 windows", "--precision bf16 --compile", 20, 120, batch_size=64),
         Section(
+            "bf16, compiled, 64 windows, bf16 residuals",
+            "--precision bf16 --compile --bf16-residuals",
+            20,
+            120,
+            batch_size=64,
+        ),
+        Section(
             "bf16, split, compiled, 64 windows", "--precision bf16 --compile", 20, 120, "gpt_fsdp.py", 64
         ),
     ],

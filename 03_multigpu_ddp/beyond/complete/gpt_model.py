@@ -50,6 +50,11 @@ OPTIONS = {
         choices=("fp32", "tf32", "bf16"),
         help="what the layers compute in; bf16 on GPUs that have it",
     ),
+    "bf16_residuals": option(
+        False,
+        help="with --precision bf16: what the blocks add to is bf16, too, as it always is in gpt_fsdp.py",
+        shapes_training=True,
+    ),
     "recipe": option(
         "adamw",
         choices=("adamw",),
@@ -107,13 +112,21 @@ class GPT(nn.Module):
     """A decoder-only transformer in the shape of GPT-2, without biases and dropout.
 
     Takes tokens, int64 (n, t), t at most `context`; returns the logits of what follows each, (n * t,
-    `vocabulary`).
+    `vocabulary`). The blocks add to numbers of the type `residual_dtype`; None: that of the weights.
     """
 
     def __init__(
-        self, vocabulary: int, context: int, width: int, layers: int, heads: int, recompute: bool = False
+        self,
+        vocabulary: int,
+        context: int,
+        width: int,
+        layers: int,
+        heads: int,
+        recompute: bool = False,
+        residual_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.residual_dtype = residual_dtype
         self.words = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.zeros(context, width))
         self.blocks = nn.ModuleList(Block(width, heads, recompute) for _ in range(layers))
@@ -128,21 +141,29 @@ class GPT(nn.Module):
             nn.init.normal_(weights, std=std)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        # Words are read and predicted with the same vectors: one matrix for both.
+        return F.linear(self.norm(self.hidden(tokens)).flatten(0, 1), self.words.weight)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what the last block gives, (n, t, width)."""
         x = self.words(tokens) + self.positions[: tokens.shape[1]]
+        if self.residual_dtype is not None:
+            x = x.to(self.residual_dtype)
         for block in self.blocks:
             x = block(x)
-        # Words are read and predicted with the same vectors: one matrix for both.
-        return F.linear(self.norm(x).flatten(0, 1), self.words.weight)
+        return x
 
 
 def build_model(opts: Options) -> GPT:
     """Return the network that the options describe, on the current default device.
 
     Raises:
-        UserError: if the heads cannot share the width equally.
+        UserError: if the heads cannot share the width equally, or only the residuals were in bf16.
     """
     if opts.width % opts.heads:
         raise UserError(f"--width {opts.width} is not a multiple of --heads {opts.heads}: change one.")
+    if opts.bf16_residuals and opts.precision != "bf16":
+        raise UserError("--bf16-residuals needs --precision bf16: add that, or leave it out.")
     return GPT(
         vocabulary=opts.vocabulary,
         context=opts.context,
@@ -150,6 +171,7 @@ def build_model(opts: Options) -> GPT:
         layers=opts.layers,
         heads=opts.heads,
         recompute=opts.checkpoint_activations,
+        residual_dtype=torch.bfloat16 if opts.bf16_residuals else None,
     )
 
 

@@ -156,19 +156,11 @@ def measure(name: str, variant: Variant, table: Table, kernels: Table, args: arg
 
 
 class Network(gpt_model.GPT):
-    """The network of gpt.py, which also gives what comes before the logits."""
+    """The network of gpt.py, which also computes its loss."""
 
     def __init__(self, variant: Variant, **shape: int) -> None:
-        super().__init__(**shape)
+        super().__init__(**shape, residual_dtype=torch.bfloat16 if variant.bf16_residual else None)
         self.variant = variant
-
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens) + self.positions[: tokens.shape[1]]
-        if self.variant.bf16_residual:
-            x = x.bfloat16()
-        for block in self.blocks:
-            x = block(x)
-        return x
 
     def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss, the logits of each chunk of tokens made anew in the backward pass."""
