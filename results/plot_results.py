@@ -1,4 +1,4 @@
-"""Compare runs: a table on the terminal, comparison.md, comparison.csv and the figures.
+"""Compare runs: a table on the terminal, comparison.md, comparison.html, comparison.csv and the figures.
 
 Try: python results/plot_results.py --help
 """

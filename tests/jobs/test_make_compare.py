@@ -30,7 +30,7 @@ def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
         assert table[column].nunique() == 1
     assert table.threads_per_worker.unique() == [1]
     assert table.set_index(["stage", "devices"]).speedup["ddp", 2] > 0
-    for name in ("comparison.md", "throughput.png", "speedup.png", "accuracy.png"):
+    for name in ("comparison.md", "comparison.html", "throughput.png", "speedup.png", "accuracy.png"):
         assert (folder / name).stat().st_size > 0
     assert str(folder) in done.stdout
     assert re.search(r"^DDP on 2 CPU workers trained \d", done.stdout, re.MULTILINE), done.stdout

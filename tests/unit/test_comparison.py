@@ -1,5 +1,7 @@
 """The comparison of runs, on small CSVs whose right answers are known; now and then as a user starts it."""
 
+import base64
+import json
 import os
 import re
 import resource
@@ -13,6 +15,8 @@ from typing import BinaryIO, NamedTuple
 import matplotlib.image
 import pandas as pd
 import pytest
+from conftest import ENVIRONMENT, succeeded
+from forking import Forking
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -598,7 +602,7 @@ def test_plot_results_writes_table_and_figures(plot: Callable, tmp_path: Path) -
     """From another folder: all it prints and writes, and three PNGs with something on them."""
     write_run(tmp_path / "a", "one", [10, 1000])
     write_run(tmp_path / "a", "two", [10, 1600, 1700], **ddp(2))
-    written = ("comparison.md", "comparison.csv", *FIGURES)
+    written = ("comparison.md", "comparison.html", "comparison.csv", *FIGURES)
     done = plot("a", "--out", "out", "--target", 98, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert cells(done.stdout, "ddp", 2)[1:4] == ["1650", "1600..1700", "1.65"]
@@ -613,6 +617,36 @@ def test_plot_results_writes_table_and_figures(plot: Callable, tmp_path: Path) -
         # Ink in the middle, where the data is, and not on the frame and its labels only.
         height, width = pixels.shape[:2]
         assert pixels[height // 4 : -height // 3, width // 4 : -width // 4].std() > 0.05
+
+
+def test_one_page_to_share(plot: Callable, forking: Forking, tmp_path: Path) -> None:
+    """Alone in a folder it has all: the rows, the figures, the command, and the answer to how many GPUs."""
+    runs = ROOT / "results" / "sample" / "cpu-2-cores" / "runs.csv"
+    succeeded(plot(runs, "--out", tmp_path, "--target", 98))
+    page = (tmp_path / "comparison.html").read_text()
+    figures = re.findall(r'<img alt="\w+" src="data:image/png;base64,([^"]+)">', page)
+    assert [base64.b64decode(data) for data in figures] == [
+        (tmp_path / name).read_bytes() for name in FIGURES
+    ]
+    assert not re.findall(r"https?:|<link|<script|@import|url\(", page)
+    assert re.findall(r'(?:src|href)="(?!data:)', page) == []
+    rows = [line for line in (tmp_path / "comparison.md").read_text().splitlines() if line.startswith("| ")]
+    shown = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*</tr>", page)]
+    assert shown[:5] == [line[2:-2].split(" | ") for line in (rows[0], *rows[2:])]
+    asked = [ROOT / "results" / "how_many_gpus.py", runs, "--target", 98, "--json"]
+    answer = json.loads(succeeded(forking.run(*asked, env=ENVIRONMENT)).stdout)
+    assert answer["best"]["devices"] == 2 and f"<p>{answer['sentence']}</p>" in page
+    assert f"plot_results.py {runs} --out {tmp_path} --target 98</pre>" in page
+
+
+def test_a_page_to_share_says_why_there_is_no_answer(plot: Callable, tmp_path: Path) -> None:
+    """Names of a user's own are text there, not HTML."""
+    write_run(tmp_path, "one", [10, 1000], **own(1, arguments="--tag=<b>"))
+    write_run(tmp_path, "slow", [10, 100], **own(1, arguments="--tag=<i>"))
+    succeeded(plot(tmp_path, "--out", tmp_path))
+    page = (tmp_path / "comparison.html").read_text()
+    assert "<p>No answer: these runs are of 2 sets" in page
+    assert "--tag &lt;b&gt;" in page and "<b>" not in page
 
 
 def test_a_table_of_an_own_training(tmp_path: Path, compared: Compared) -> None:

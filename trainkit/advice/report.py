@@ -25,6 +25,7 @@ from trainkit.advice.advice import (
 from trainkit.advice.run_set import sets
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, doubts, page
+from trainkit.compare.page import Command, Heading, Page
 from trainkit.errors import UserError, print_line
 from trainkit.record.columns import (
     COLUMNS,
@@ -433,13 +434,11 @@ def report(answer: AnswerText, constraints: Constraints, out: Path, skipped: lis
     # It loads matplotlib, which takes a second: an answer for a program has no figure.
     from trainkit.compare import figures
 
-    notes = [f"Skipped: {sentence}" for sentence in skipped]
-    if answer.on_cpu:
-        notes.insert(0, f"{answer.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.")
+    notes = _notes(answer, skipped)
     _print(answer, notes)
     with page.writing_to(out):
         written = figures.save({"how_many_cost.png": _cost_figure(answer, constraints)}, out, dpi=120)
-        page.write(out / "how_many_gpus.md", f"How many {answer.unit}s?", _blocks(answer, notes), written)
+        page.write(out / "how_many_gpus.md", _page(answer, notes, written))
     print_line(f"Written to {out}: {', '.join(['how_many_gpus.md', *written])}")
 
 
@@ -451,8 +450,10 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
     from trainkit.compare.report import report as report_comparison
 
     code = 0
+    target = constraints.target if constraints else None
+    answer_page = page_of_answer(paths, constraints) if constraints else None
     try:
-        print_line(report_comparison(paths, out, constraints.target if constraints else None))
+        print_line(report_comparison(paths, out, target, answer_page))
     except UserError as error:
         code = 1
         print_line(f"error: {error}", sys.stderr)
@@ -464,6 +465,22 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
         except UserError as error:
             print_line(str(error))
     return code
+
+
+def page_of_answer(paths: list[Path], constraints: Constraints) -> Page:
+    """Return the answer as how_many_gpus.md has it, without the figure, or why there is none."""
+    try:
+        answer, skipped = answer_for(paths, constraints)
+    except UserError as error:
+        return Page("How many GPUs?", [f"No answer: {error}"])
+    return _page(answer, _notes(answer, skipped), [])
+
+
+def _notes(answer: AnswerText, skipped: list[str]) -> list[str]:
+    notes = [f"Skipped: {sentence}" for sentence in skipped]
+    if answer.on_cpu:
+        notes.insert(0, f"{answer.rows.device_name.iloc[0]}: CPU workers standing in for GPUs.")
+    return notes
 
 
 def _print(answer: AnswerText, notes: list[str]) -> None:
@@ -487,22 +504,22 @@ def _on_two_lines(table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([numbers, intervals]).sort_index(kind="stable")
 
 
-def _blocks(answer: AnswerText, notes: list[str]) -> list[str]:
-    """Return the blocks of the page in Markdown."""
+def _page(answer: AnswerText, notes: list[str], written: list[str]) -> Page:
+    """Return the answer with all options, and the figures that were written."""
     table, marks = answer.table(answer.options())
     blocks = [
         answer.answered(),
-        page.markdown(table),
-        page.bullets([LEGEND, *marks, *answer.unknown(), *notes]),
-        f"## {HOW_FAR_TO_TRUST}",
+        table,
+        [LEGEND, *marks, *answer.unknown(), *notes],
+        Heading(HOW_FAR_TO_TRUST),
         " ".join(answer.trust()),
     ]
     runs = answer.next_runs()
     if runs:
-        blocks.append(f"## {TO_KNOW_BETTER}")
+        blocks.append(Heading(TO_KNOW_BETTER))
     for run in runs:
-        blocks += [f"{run.use}:", f"```\n{run.command}\n```"]
-    return blocks
+        blocks += [f"{run.use}:", Command(run.command)]
+    return Page(f"How many {answer.unit}s?", blocks, written)
 
 
 def _cost_figure(answer: AnswerText, constraints: Constraints) -> "Figure | None":

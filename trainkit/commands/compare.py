@@ -180,10 +180,12 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, arguments: ar
 
 def _report(csvs: list[Path], out: Path) -> int:
     """Print the comparison of the runs, and write it to `out`."""
-    # It loads pandas, which is needed here only: login nodes are slow.
+    # They load pandas, which is needed here only: login nodes are slow.
+    from trainkit.advice.advice import Constraints
+    from trainkit.advice.report import page_of_answer
     from trainkit.compare.report import report
 
-    print_line(report(csvs, out))
+    print_line(report(csvs, out, answer=page_of_answer(csvs, Constraints())))
     return 0
 
 

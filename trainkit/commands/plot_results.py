@@ -1,8 +1,10 @@
-"""Compare runs: a table on the terminal, comparison.md, comparison.csv and the figures.
+"""Compare runs: a table on the terminal, comparison.md, comparison.html, comparison.csv and the figures.
 
 Try: python results/plot_results.py results/runs
 """
 
+from trainkit.advice.advice import Constraints
+from trainkit.advice.report import page_of_answer
 from trainkit.compare.report import report, report_each
 from trainkit.config.command_line import Parser, above_0, given_path
 from trainkit.errors import REPOSITORY, entrypoint, print_line
@@ -38,4 +40,5 @@ def main() -> None:
     if args.each:
         print_line(report_each(args.paths, args.out, args.target))
     else:
-        print_line(report(args.paths, args.out, args.target))
+        answer = page_of_answer(args.paths, Constraints(target=args.target))
+        print_line(report(args.paths, args.out, args.target, answer))

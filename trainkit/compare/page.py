@@ -1,11 +1,12 @@
 """Tables and sentences as text: for a terminal, for a page of Markdown, for a spreadsheet.
 
-page.write(out / "comparison.md", "Comparison", [verdict, page.markdown(shown)])
+page.write(out / "comparison.md", Page("Comparison", [verdict, shown]))
 """
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
@@ -20,14 +21,41 @@ VARIANT_WIDTH = 24
 NO_BREAK_SPACE = "\xa0"
 
 
-def write(path: Path, title: str, blocks: Iterable[str], figures: Iterable[str] = ()) -> None:
-    """Write the blocks of Markdown, one below the other, then the figures, files next to `path`.
+@dataclass(frozen=True)
+class Heading:
+    """The title of a part of a page."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line for a shell."""
+
+    line: str
+
+
+# A string is a paragraph, a list has a sentence for each point, and the cells of a table are texts.
+Block = str | list[str] | pd.DataFrame | Heading | Command
+
+
+@dataclass(frozen=True)
+class Page:
+    """A title, the blocks below it, and then the figures: the names of files in the folder of the page."""
+
+    title: str
+    blocks: list[Block]
+    figures: list[str] = field(default_factory=list)
+
+
+def write(path: Path, page: Page) -> None:
+    """Write the page as Markdown. For HTML there is `html_page.write`.
 
     Raises:
         OSError: if `path` cannot be written.
     """
-    pictures = [f"![{name}]({name})" for name in figures]
-    text = "\n\n".join([f"# {title}", *blocks, *pictures])
+    pictures = [f"![{name}]({name})" for name in page.figures]
+    text = "\n\n".join([f"# {page.title}", *map(markdown, page.blocks), *pictures])
     with replacing(path) as file:
         file.write(f"{text}\n")
 
@@ -42,11 +70,6 @@ def writing_to(out: Path) -> Iterator[None]:
     with explained(f"{out} cannot be written to", "give another --out."):
         out.mkdir(parents=True, exist_ok=True)
         yield
-
-
-def bullets(sentences: Iterable[str]) -> str:
-    """Return a list of sentences in Markdown."""
-    return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
 def wrapped(note: str) -> str:
@@ -79,8 +102,20 @@ def _variant_lines(variant: str) -> list[str]:
     return [line.replace(NO_BREAK_SPACE, " ") for line in lines] or [""]
 
 
-def markdown(shown: pd.DataFrame) -> str:
-    """Lay out a table of texts for Markdown."""
+def markdown(block: Block) -> str:
+    """Lay out a block for Markdown."""
+    if isinstance(block, pd.DataFrame):
+        return _markdown_table(block)
+    if isinstance(block, Heading):
+        return f"## {block.text}"
+    if isinstance(block, Command):
+        return f"```\n{block.line}\n```"
+    if isinstance(block, list):
+        return "\n".join(f"- {sentence}" for sentence in block)
+    return block
+
+
+def _markdown_table(shown: pd.DataFrame) -> str:
     rows = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
     lines = []
     for row in rows:

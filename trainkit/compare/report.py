@@ -1,4 +1,4 @@
-"""The comparison of runs for people: the verdict, tables on the terminal, comparison.md and .csv, figures."""
+"""The comparison of runs for people: verdict, tables on the terminal, comparison.md, .html, .csv, figures."""
 
 import math
 from pathlib import Path
@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from trainkit.compare import comparison, doubts, figures, page
+from trainkit.compare import comparison, doubts, figures, html_page, page
 from trainkit.compare.comparison import SECTION_BY, TUTORIAL_STAGES, is_cpu, stage_name
+from trainkit.compare.page import Block, Heading, Page
 from trainkit.errors import UserError, print_line
 from trainkit.record.columns import DDP, DP, SINGLE
 
@@ -72,10 +73,11 @@ TARGET_LEGEND = (
 )
 
 
-def report(paths: list[Path], out: Path, target: float | None = None) -> str:
+def report(paths: list[Path], out: Path, target: float | None = None, answer: Page | None = None) -> str:
     """Print the comparison of all runs under `paths`, write it to `out`, return the verdict.
 
-    With a `target` the tables show how long it took to reach that accuracy (%).
+    With a `target` the tables show how long it took to reach that accuracy (%). The `answer`, to how many
+    GPUs to ask for, is printed nowhere: comparison.html has it below the comparison.
 
     Raises:
         UserError: if a path is not there, no file can be read, or `out` cannot be written to.
@@ -92,14 +94,14 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     notes = legends + _notes(rows, skipped, set(speed_of.values()))
     conclusion = verdict(table)
     narrow, omitted = _for_a_terminal(shown)
-    blocks = [conclusion]
+    blocks: list[Block] = [conclusion]
     for task, section in table.groupby(SECTION_BY):
         dataset, model, device = task
         title = f"{device}, {comparison.with_model(dataset, model)}"
         settings = comparison.common(section)
         headers = {SPEED: speed_of[task]}
         shown_section = shown.loc[section.index].rename(columns=headers)
-        blocks += [f"## {title}", settings, page.markdown(shown_section)]
+        blocks += [Heading(title), settings, shown_section]
         # The terminal first: it is useful even if nothing can be written.
         narrow_section = narrow.loc[section.index].rename(columns=headers)
         print_line(f"{title}: {settings}\n\n{page.plain(narrow_section)}\n")
@@ -108,8 +110,11 @@ def report(paths: list[Path], out: Path, target: float | None = None) -> str:
     with page.writing_to(out):
         page.write_csv(table, out / "comparison.csv")
         names = figures.draw(table, rows, out)
-        page.write(out / "comparison.md", "Comparison", [*blocks, page.bullets(notes)], names)
-    print_line(f"Written to {out}: {', '.join(['comparison.md', 'comparison.csv', *names])}\n")
+        compared = Page("Comparison", [*blocks, notes], names)
+        page.write(out / "comparison.md", compared)
+        html_page.write(out / "comparison.html", [compared, answer] if answer else [compared])
+    written = ["comparison.md", "comparison.html", "comparison.csv", *names]
+    print_line(f"Written to {out}: {', '.join(written)}\n")
     return conclusion
 
 
@@ -151,8 +156,7 @@ def report_each(folders: list[Path], out: Path, target: float | None = None) -> 
     print_line(f"{page.plain(shown)}\n\n" + "\n".join(lines) + "\n")
     with page.writing_to(out):
         page.write_csv(table, out / "each.csv")
-        blocks = [page.markdown(shown), page.bullets(notes)]
-        page.write(out / "each.md", "Each folder by itself", blocks)
+        page.write(out / "each.md", Page("Each folder by itself", [shown, notes]))
     return f"Written to {out}: each.md, each.csv"
 
 
