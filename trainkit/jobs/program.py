@@ -146,19 +146,25 @@ def add_options(group: argparse._ActionsContainer) -> None:
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split off what always goes to the training: what follows -- or the name of a plain program.
 
-    The name itself becomes one word with its option, such as `--plain=-m package.train`.
+    The name becomes one word with its option, such as `--plain=-m package.train`, and so do the words of
+    --when-requeued: argparse would take what begins with a dash for another option.
     """
-    words = [*words]
-    for index, word in enumerate(words):
+    before: list[str] = []
+    left = [*words]
+    while left:
+        word = left.pop(0)
         if word == "--":
-            return words[:index], words[index + 1 :]
-        if word.startswith("--plain="):
-            return words[: index + 1], words[index + 1 :]
+            return before, left
+        if word == "--when-requeued" and left:
+            word = f"{word}={left.pop(0)}"
         if word == "--plain":
-            end = index + (3 if words[index + 1 : index + 2] == ["-m"] else 2)
-            name = " ".join(words[index + 1 : end])
-            return [*words[:index], f"--plain={name}"], words[end:]
-    return words, []
+            length = 2 if left[:1] == ["-m"] else 1
+            name = " ".join(left[:length])
+            return [*before, f"--plain={name}"], left[length:]
+        before.append(word)
+        if word.startswith("--plain="):
+            return before, left
+    return before, []
 
 
 def parse(words: Sequence[str]) -> tuple[Program, list[str]]:
