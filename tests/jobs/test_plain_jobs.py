@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import traces
 from checkout import SCRIPTS, Checkout, own_environment, wait_until
-from conftest import ENVIRONMENT, REPOSITORY, ran, rows_of, succeeded
+from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 from traces import FROM_LOADERS, STARVED, SyntheticJob
 
 from trainkit import job_folder
@@ -140,21 +140,6 @@ def test_a_script_that_saves_nothing_is_preempted(on_cluster: Checkout) -> None:
     assert why in on_cluster.log(job), on_cluster.log(job)
 
 
-def test_accelerate_as_a_plain_job(checkout: Checkout) -> None:
-    """The script of the page on two ranks: it trains as one, and every test image counts once."""
-    pytest.importorskip("accelerate")
-    page = REPOSITORY / "03_multigpu_ddp" / "beyond" / "ACCELERATE.md"
-    text, trainer, *_ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    compile(trainer, "the Trainer's", "exec")  # without transformers it cannot be run
-    text = text.replace("60_000", "640").replace("(test_set, 500)", "(Subset(test_set, range(301)), 100)")
-    script = write(checkout, text)
-    succeeded(checkout.submit_py("ddp", "--gpus", 2, "--wait", "--plain", script))
-    rows = rows_of(checkout.folder / "results")
-    numbers = [(row["world_size"], row["images"], row["steps"], row["test_images"]) for row in rows]
-    assert numbers == [(2, 640, 10, 301)] * 2
-    assert rows[1]["train_loss"] < rows[0]["train_loss"]
-
-
 # What handlers see and get; `told` has the numbers of the signals that they were called with.
 STATES = """
 import os, signal, subprocess, sys
@@ -208,60 +193,6 @@ def test_its_lines_are_written_whole_and_at_once(tmp_path: Path) -> None:
         environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
         subprocess.run(command, stdout=pipe, env=environment, cwd=REPOSITORY, check=True, timeout=60)
         assert output.read(100) == b"so far 0\n"
-
-
-# As Lightning's users have it, with its own way back to the queue. The second start has nothing left to do.
-LIGHTNING = """
-import os, time
-import torch
-from lightning.pytorch import LightningModule, Trainer
-
-class Line(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-    def training_step(self, batch, _):
-        time.sleep(0.1)
-        return self.layer(batch).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-    def on_train_epoch_end(self):
-        print(f"trained until step {self.global_step}", flush=True)
-
-def main():
-    batches = torch.utils.data.DataLoader(torch.rand(64, 4), batch_size=8)
-    steps = 1 if "SLURM_RESTART_COUNT" in os.environ else -1
-    trainer = Trainer(max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False)
-    trainer.fit(Line(), batches)
-
-main()
-"""
-# It ends with the epoch in which it was stopped.
-AGAIN = """
-EPOCHS = torch.load(last, weights_only=False)["epoch"] + 1 if last.exists() else 10**6
-"""
-
-
-def test_lightning_comes_back(on_cluster: Checkout) -> None:
-    """By itself on one GPU, as its log promises, and by the page's callback on two."""
-    pytest.importorskip("lightning")
-    page = REPOSITORY / "03_multigpu_ddp" / "beyond" / "ACCELERATE.md"
-    *_, text = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    text = text.replace("train=True", "train=False").replace("\n\n\nclass Digits", f"{AGAIN}\n\nclass Digits")
-    jobs = {}
-    for launcher, script_text in {"single": LIGHTNING, "srun": text}.items():
-        script = write(on_cluster, script_text)
-        script = script.rename(script.with_name(f"{launcher}.py"))
-        sbatch = (f"--chdir={script.parent}", f"--output={on_cluster.folder}/plain-%j.log")
-        jobs[launcher] = on_cluster.submit(launcher, "--plain", script.name, sbatch=sbatch)
-    for launcher, epoch in {"single": "trained until step 8", "srun": "epoch 0, step "}.items():
-        on_cluster.wait_for(epoch, jobs[launcher])
-        on_cluster.cluster.run(["scancel", "--signal=USR2", jobs[launcher]])
-    for launcher, checkpoint in {"single": "/hpc_ckpt_1.ckpt", "srun": "/last.ckpt"}.items():
-        state, log = on_cluster.cluster.wait(jobs[launcher], timeout=300), on_cluster.log(jobs[launcher])
-        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
-        assert re.search(f"Restored all states from .*{checkpoint}", log), log
-    assert "back to the queue, to go on" in on_cluster.log(jobs["srun"])
 
 
 # Rank 0 does nothing more when both have printed; a rank that is ended does not empty Python's buffer.

@@ -1,0 +1,22 @@
+"""What the scripts beside this give to their loaders as `worker_init_fn`."""
+
+import multiprocessing
+import os
+import signal
+import threading
+
+
+def obey_the_trainer(_worker: int) -> None:
+    """In a loader worker, end when the training process says so (SIGTERM), but not when Slurm does.
+
+    Slurm signals all processes of a job. A worker that ended by that would end the training, unsaved.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
+    trainer = multiprocessing.parent_process().pid
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
