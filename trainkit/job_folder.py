@@ -174,6 +174,7 @@ class Script:
         repository: the top folder of that repository; "" if it is in none.
         module: its name, if it is started as a module (`python -m`).
         python: the Python that runs it; "" for that of the job.
+        array_element: what Slurm calls the job if it is one of an array, such as 17_2; else "".
     """
 
     path: str
@@ -182,6 +183,7 @@ class Script:
     repository: str = ""
     module: str = ""
     python: str = ""
+    array_element: str = ""
 
     @property
     def label(self) -> str:

@@ -371,7 +371,7 @@ def test_one_job_of_an_array_comes_back_alone(on_cluster: Checkout) -> None:
             first.exists() and "exit code 0" in first.read_text() and (script.parent / "starts-2").exists()
         )
     )
-    assert f"job     {job} " in second.read_text()  # the number of the array
+    assert f"job     {job}_2 ({job}) " in second.read_text()  # the number of the array
     cluster.run(["scancel", "--signal=USR2", f"{job}_2"])
     wait_until(lambda: second.read_text().count("exit code 0") == 2)
     assert [(script.parent / f"starts-{task}").read_text().count("began") for task in (1, 2)] == [1, 2]

@@ -3,11 +3,12 @@
     python slurm/monitor.py --verdict JOB      what it wasted, the worst first, and what could be faster
     python slurm/monitor.py -- COMMAND ...     run a command, on this machine, and sample it
 
-JOB is the number of a job, or its folder. Jobs sample themselves, unless SITE_MONITOR is off.
+JOB is the number of a job (17, or 17_2 of an array), or its folder. Jobs sample themselves, unless SITE_MONITOR is off.
 """
 
 import argparse
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -69,7 +70,7 @@ def _print_verdict(job: str) -> None:
 
     with explained(f"job {job} cannot be read", "ask its owner for the right to."):
         verdict = judge(_find_samples(job))
-    name = f"job {job}" if job.isdigit() else job
+    name = job if Path(job).is_dir() else f"job {job}"
     print_line("\n".join(wording.verdict_lines(verdict, name)))
 
 
@@ -91,15 +92,36 @@ def _find_job(job: str) -> Path:
     jobs_dir = read_site().jobs_dir
     if Path(job).is_dir():
         return Path(job)
+    if re.fullmatch(r"\d+_\d+", job):
+        return _find_array_element(job, jobs_dir)
     if not job.isdigit():
         raise UserError(f"there is no folder {job}: give a job's number or folder.")
     if (jobs_dir / job).is_dir():
         return jobs_dir / job
     # Otherwise submit.py started it without Slurm. Process numbers are reused.
     submitted = [path.parent for path in jobs_dir.glob(f"submitit/*/{job}_submitted.pkl")]
-    if not submitted:
+    return _latest(submitted, job, jobs_dir)
+
+
+def _find_array_element(job: str, jobs_dir: Path) -> Path:
+    """Return the folder of a job of an array: it is called by a number of its own."""
+    found = []
+    for path in jobs_dir.glob(f"[0-9]*/{job_folder.SCRIPT}"):
+        script = job_folder.read_script(path.parent)
+        if script and script.array_element == job:
+            found.append(path.parent)
+    return _latest(found, job, jobs_dir)
+
+
+def _latest(folders: list[Path], job: str, jobs_dir: Path) -> Path:
+    """Return the folder that has changed last.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if not folders:
         raise UserError(f"there is no job {job} in {jobs_dir}: a queued job has no folder yet.")
-    return max(submitted, key=os.path.getmtime)
+    return max(folders, key=os.path.getmtime)
 
 
 def _sample_job_here(folder: Path, job_id: str) -> None:

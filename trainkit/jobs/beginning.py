@@ -209,7 +209,7 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
         exports=exports,
         assigns=assigns,
         header=[
-            f"job     {variables['SLURM_JOB_ID']} {name}, restart {job.restarts}, {now:%FT%T%z}",
+            f"job     {_numbers(variables['SLURM_JOB_ID'], job)} {name}, restart {job.restarts}, {now:%FT%T%z}",
             f"nodes   {variables['SLURM_JOB_NODELIST']}, tasks per node {tasks_per_node}, "
             f"CPUs per task {cpus_per_task}",
             f"GPUs    {gpus_on_node} per node: {_count_by_name(job.gpu_names)}",
@@ -222,6 +222,12 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
             mb_per_node=_number(variables, "SLURM_MEM_PER_NODE"),
         ),
     )
+
+
+def _numbers(number: str, job: Beginning) -> str:
+    """Return the number of the job; of one of an array what scancel takes before it, as 17_2 (19)."""
+    element = slurm.array_element(job.record)
+    return f"{element} ({number})" if element else number
 
 
 def _refuse_an_array(job: Beginning) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from trainkit import job_folder
 from trainkit.errors import UserError, print_line
 from trainkit.job_folder import Script
-from trainkit.jobs import beginning, ending, why
+from trainkit.jobs import beginning, ending, slurm, why
 from trainkit.jobs.beginning import Beginning
 from trainkit.jobs.ending import Ending, SlurmFacts
 from trainkit.jobs.program import parse
@@ -89,7 +89,12 @@ def _script(options: argparse.Namespace, words: list[str]) -> str:
     else:
         path, *arguments = words
         script = Script(path, arguments)
-    script = replace(script, commit=options.version, repository=options.top_folder)
+    script = replace(
+        script,
+        commit=options.version,
+        repository=options.top_folder,
+        array_element=slurm.array_element(options.facts),
+    )
     with suppress(OSError):  # a full disk
         job_folder.keep_script(options.folder, script)
     lines = beginning.script_lines(script, kit=options.repository)

@@ -28,7 +28,8 @@ class Listed:
     """A row of the list.
 
     Attributes:
-        number: of the job; on this machine without Slurm, of the process that controls its ranks.
+        number: of the job, as squeue and scancel take it; on this machine without Slurm, of the process that
+            controls its ranks.
         script: what it runs; of a job that has not begun, its name in Slurm.
         state: queued, running, done, stopped (it has saved, and does not come back by itself), failed, or
             unknown, while Slurm does not answer.
@@ -80,7 +81,7 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     """Return the row of a job of Slurm that has begun.
 
     Args:
-        number: of the job.
+        number: of the job, by which its folder is called.
         folder: its own.
         outcome: of its last start; None if it has left none.
         status: what Slurm says of it; None if it was not asked.
@@ -102,7 +103,9 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
         state, note = "stopped", f"its checkpoints are in {outcome.saved}"
     else:
         state, note = "failed", _why(outcome, state_in_slurm)
-    return Listed(number, _script_words(job_folder.read_script(folder)), state, seconds, restarts, note)
+    script = job_folder.read_script(folder)
+    shown_number = script.array_element if script and script.array_element else number
+    return Listed(shown_number, _script_words(script), state, seconds, restarts, note)
 
 
 def _of_this_machine(number: str, folder: Path) -> Listed:

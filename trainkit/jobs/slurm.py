@@ -267,6 +267,20 @@ def fields(shown: str) -> dict[str, str]:
     return values
 
 
+def array_element(shown: str) -> str:
+    """Return what squeue and scancel call a job of an array, such as 17_2; "" if it is of none.
+
+    One of them has the number of the array, by which scancel ends all.
+
+    Args:
+        shown: the answer of `scontrol --oneliner show job`.
+    """
+    of_job = fields(shown)
+    if "ArrayTaskId" not in of_job:
+        return ""
+    return f"{of_job['ArrayJobId']}_{of_job['ArrayTaskId']}"
+
+
 def cluster() -> str:
     """Return the cluster's name; empty if Slurm does not name it."""
     configuration = ask("scontrol", "show", "config").stdout
