@@ -48,7 +48,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(forking: Forking, tm
 # A loop as a user has it, on one process or many, with a network that is whole or split over the ranks. It is
 # disturbed in one step: the last rank, or one that writes, is killed, or gets a signal.
 OWN = """
-import os, random, resource, signal, sys
+import os, random, resource, signal, sys, threading
 
 import numpy as np
 import torch
@@ -66,9 +66,19 @@ if "RANK" in os.environ:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
+went_on = threading.Event()
+write = torch.save
+
+def write_disturbed(*what, **how):
+    if threading.current_thread() is not threading.main_thread():  # which pickles tensors by it
+        if disturbance == "killed while it writes":
+            os.kill(os.getpid(), signal.SIGKILL)
+        went_on.wait(60) or os._exit(1)
+    write(*what, **how)
+
 def disturb():
-    if disturbance == "killed while it writes":
-        torch.save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    if disturbance in ("slow disk", "killed while it writes"):
+        torch.save = write_disturbed
     elif disturbance == "full disk":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -112,6 +122,8 @@ for epoch in range(first_epoch, EPOCHS + 1):
         optimizer.step()
         loss_sum += loss.detach()
         step += 1
+        if STEPS * (epoch - 1) + step == disturbed_in + 3:
+            went_on.set()
         if checkpointer.step(epoch, step):
             if world_size > 1:
                 dist.destroy_process_group()
@@ -197,6 +209,14 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(own:
     done = succeeded(own("again", "split"))
     assert "resumed from" in done.stdout and "epoch-2-step-1" in done.stdout
     assert _losses(killed, done) == _losses(once)
+
+
+@SPLIT
+def test_the_training_goes_on_while_the_shares_are_written(own: Own, tmp_path: Path) -> None:
+    """The last rank's file of the checkpoint of step 9 is not written before step 11 is done."""
+    succeeded(own("again", "split", "slow disk", 8))
+    kept = sorted(path.name for path in (tmp_path / "again" / "checkpoints").glob("*epoch*"))
+    assert kept == ["epoch-3-step-2", "epoch-3-step-5"]
 
 
 @SPLIT

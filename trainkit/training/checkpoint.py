@@ -52,6 +52,7 @@ LOCK = ".lock"
 NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.pt)?")
 STATE = "state.pt"
 ANOTHER_FOLDER = "give another folder for checkpoints."
+IF_NOT_WRITTEN = "free the space or give another folder. Earlier checkpoints and results are kept."
 
 
 @dataclass
@@ -319,7 +320,7 @@ class Checkpointer:
             settings=self._settings,
         )
         refuse_shares(checkpoint.parts)
-        save("the checkpoint", vars(checkpoint), path, _advice())
+        save("the checkpoint", vars(checkpoint), path, IF_NOT_WRITTEN)
 
     def _complete(self, written: list[Future], unfinished: Path, path: Path) -> str:
         """Wait for the files of all ranks; then have the checkpoint count, or remove what there is of it.
@@ -362,7 +363,7 @@ class Checkpointer:
         if failed and failed[0] == process_group.rank():
             raise UserError(
                 f"the checkpoint after {self._where()} cannot be written to {self.folder} ({failure}): "
-                f"{_advice()}"
+                f"{IF_NOT_WRITTEN}"
             )
         if failed:
             raise PeerError(f"rank {failed[0]} had to stop: see its error.")
@@ -512,10 +513,6 @@ def _device_of(parts: dict[str, object]) -> torch.device:
             for weights in network.parameters():
                 return weights.device
     return torch.device("cpu")
-
-
-def _advice() -> str:
-    return "free the space or give another folder. Earlier checkpoints and results are kept."
 
 
 def _is_folder(path: Path) -> bool:
