@@ -188,8 +188,8 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
         "2": ("finished", "0", "lr 2 restart 0"),
         "3": ("failed", "3", "lr 3 restart 0"),
     }, done.stdout
-    # It is the job that had been sent, and the list of jobs has each of them once, as scancel takes it: one has
-    # the number of the array for its own.
+    # It is the job that had been sent, and the list of jobs has each of them once, by the name that scancel
+    # takes: one has the number of the array for its own.
     assert log.readlink().name == f"{job}_0_log.out"
     listed = on_cluster.python("slurm/jobs.py").stdout.splitlines()
     numbers = [line.split()[0] for line in listed if "train.py --lr" in line]

@@ -3,7 +3,8 @@
     python slurm/monitor.py --verdict JOB      what it wasted, the worst first, and what could be faster
     python slurm/monitor.py -- COMMAND ...     run a command, on this machine, and sample it
 
-JOB is the number of a job (17, or 17_2 of an array), or its folder. Jobs sample themselves, unless SITE_MONITOR is off.
+JOB is the number of a job (17, or 17_2 of an array), or its folder. Jobs sample themselves, unless
+SITE_MONITOR is off.
 """
 
 import argparse

@@ -203,13 +203,14 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
 
     tasks_per_node = variables.get("SLURM_TASKS_PER_NODE", "1")
     name = variables.get("SLURM_JOB_NAME", "")
+    numbers = _numbers(variables["SLURM_JOB_ID"], job)
     gpus_on_node = _number(variables, "SLURM_GPUS_ON_NODE")
     return Plan(
         unset=unset,
         exports=exports,
         assigns=assigns,
         header=[
-            f"job     {_numbers(variables['SLURM_JOB_ID'], job)} {name}, restart {job.restarts}, {now:%FT%T%z}",
+            f"job     {numbers} {name}, restart {job.restarts}, {now:%FT%T%z}",
             f"nodes   {variables['SLURM_JOB_NODELIST']}, tasks per node {tasks_per_node}, "
             f"CPUs per task {cpus_per_task}",
             f"GPUs    {gpus_on_node} per node: {_count_by_name(job.gpu_names)}",
