@@ -2,8 +2,8 @@
 
 Every exercise is a folder next to its stage's check.py, such as `02_clock`, and is called `clock`:
 
-    README.md   `# Title`, then `**Core, 1 of 9.** 10 minutes. What you learn.` (or `**Extra.** 10 ...`), then
-                the question and the commands
+    README.md   `# Title`, then `**Core, 1 of 10.** 10 minutes. What you learn.` (or `**Extra.** 10 ...`),
+                then the question and the commands
     check.py    `check(mine)` returns what the exercise shows, or raises `Wrong`
     starter/    the files to work on, if any; the first command copies them to mine/, which git ignores
 
@@ -46,7 +46,7 @@ from trainkit.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"
 HEADER = re.compile(
-    r"^# (?P<title>.+)\n\n\*\*(?:Core, (?P<step>\d) of \d|Extra)\.\*\* (?P<minutes>\d+) minutes\. ",
+    r"^# (?P<title>.+)\n\n\*\*(?:Core, (?P<step>\d+) of \d+|Extra)\.\*\* (?P<minutes>\d+) minutes\. ",
     re.MULTILINE,
 )
 EXTRA = 99  # its step on the core path: after all others

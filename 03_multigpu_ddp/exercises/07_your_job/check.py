@@ -1,0 +1,123 @@
+"""Reads what the learner's job has left in its folder: what it ran, how it ended, and the verdict on it."""
+
+from pathlib import Path
+
+from trainkit import job_folder
+from trainkit.jobs import listing
+from trainkit.jobs.listing import Listed
+from trainkit.jobs.site import read_site
+from trainkit.record import samples
+from trainkit.workshop.work import Workspace, Wrong
+
+ANSWERS = """\
+# Before you submit: how many seconds will the job run, from its start to its end?
+prediction = 120
+
+# The number of the job, as `python ../slurm/jobs.py` lists it
+job = 11
+# The first line of its log that begins with `watch`, without that word
+verdict = waiting for a core takes 82 % of the time of ranks 0, 1 on n1
+"""
+HINTS = """\
+## 1
+
+The doctor's lines that begin with FAULT say what to do. `--python` is the Python of your environment: when it
+is active, `which python` prints it. Everything that belongs to your script goes behind its name.
+
+## 2
+
+`submit.py` prints where the log is. If the job has failed, the line `why` at the end of the log names the
+rank that failed first, and its error. Correct the script, submit it again, and take the number of the new
+job.
+
+## 3
+
+`python ../slurm/jobs.py`, in the folder of the stage, lists the jobs of this checkout, the latest last. Its
+last column is the first line of the verdict.
+"""
+STARTS_WITH = "`prediction`"
+RECORDED = {"03_multigpu_ddp/exercises/07_your_job/recorded": []}
+VERDICT = "waiting for a core takes 82 % of the time of ranks 0, 1 on n1"
+WRONG = [
+    ("answers.txt", "job = 11", "job = train", "is a number"),
+    ("answers.txt", "job = 11", "job = 99999999", "no job 99999999"),
+    ("answers.txt", VERDICT, "next time --mem=2G would be enough", "line 2 of the verdict"),
+    ("answers.txt", VERDICT, "the loader", "not the first line"),
+    ("runs/11/outcome.json", '"exit_code": 0', '"exit_code": 1', "has failed: exit code 1"),
+    ("runs/11/script.json", ".../train.py", ".../mnist_ddp.py", "a training of this project"),
+]
+OURS = ("mnist_singlegpu", "mnist_multigpu", "mnist_ddp")
+STARTER = "07_your_job"
+
+
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
+    prediction = answers.number("prediction")
+    job = answers["job"].strip()
+    if not job.isdecimal():
+        raise Wrong(f"`job = {job}`: it is a number, as `python ../slurm/jobs.py` lists it.")
+    recorded = workspace.folder / "runs" / job
+    row, folder = (_recorded(job, recorded), recorded) if recorded.is_dir() else _of_this_checkout(job)
+    script = _check_script(job, folder)
+    _check_end(row)
+    _check_verdict(answers["verdict"].removeprefix("watch"), folder)
+    ranks = len({path.stem for path in folder.glob("rank-*")})
+    whose = ""
+    if recorded.is_dir():
+        whose = " That was our job, on the practice cluster: run one of your own as soon as you can."
+    elif STARTER in script.path:
+        whose = " That was our script: do the same with one of yours, tomorrow."
+    took = "unknown" if row.seconds is None else f"{row.seconds:.0f} seconds"
+    return (
+        f"Job {job} ran {script.label} with {ranks} rank(s), in {script.python}, and ended well. It took "
+        f"{took}; you expected {prediction:g}. Ask for that and half as much again in --time, and do what "
+        f"the verdict says before you add GPUs.{whose}"
+    )
+
+
+def _recorded(job: str, folder: Path) -> Listed:
+    return listing.of_folder(job, folder, job_folder.read_outcome(folder), status=None)
+
+
+def _of_this_checkout(job: str) -> tuple[Listed, Path]:
+    """Return the row of the job in the list of jobs, and the job's folder."""
+    site = read_site()
+    rows = {row.number: row for row in listing.jobs(site)}
+    if job not in rows:
+        there_are = f"the jobs are {', '.join(rows)}" if rows else "no job has been submitted from here yet"
+        raise Wrong(f"There is no job {job} of this checkout: {there_are}.")
+    local = next((site.jobs_dir / "submitit").glob(f"*/{job}_submitted.pkl"), None)
+    by_slurm = site.jobs_dir / job
+    return rows[job], by_slurm if by_slurm.is_dir() or local is None else local.parent
+
+
+def _check_script(job: str, folder: Path) -> job_folder.Script:
+    script = job_folder.read_script(folder)
+    if script is None:
+        raise Wrong(f"Job {job} has not begun yet, or left no note of its script: wait, or submit it again.")
+    if Path(script.path).stem in OURS or not (folder / job_folder.PLAIN).exists():
+        raise Wrong(f"Job {job} ran {script.label}, a training of this project. Yours goes behind --plain.")
+    return script
+
+
+def _check_end(row: Listed) -> None:
+    if row.state in ("queued", "running"):
+        raise Wrong(f"Job {row.number} is {row.state}: wait for its end. {row.note}")
+    if row.state == "stopped":
+        raise Wrong(f"Job {row.number} was stopped, and has saved: {row.note}. Let it run to its end.")
+    if row.state != "done":
+        raise Wrong(f"Job {row.number} has {row.state}: {row.note}. The line `why` in its log says more.")
+
+
+def _check_verdict(answer: str, folder: Path) -> None:
+    told = job_folder.read(folder / samples.FOLDER / samples.TOLD).splitlines()
+    lines = [line.removeprefix("watch").strip() for line in told]
+    if not lines:
+        raise Wrong(
+            f"The job has no verdict in {folder}: it was not sampled. Submit it again with submit.py."
+        )
+    said = [number for number, line in enumerate(lines, start=1) if answer.strip()[:30] in line]
+    if not said:
+        raise Wrong(f"`verdict` is not the first line of the verdict, which is: {lines[0]}")
+    if said[0] > 1:
+        raise Wrong(f"`verdict` is line {said[0]} of the verdict: the first is the worst that was found.")
