@@ -163,7 +163,7 @@ def test_the_best_epoch_by_validation_is_the_result_on_any_ranks_and_after_a_sto
     assert furthest(weights_of(kept), weights_of(whole)) == 0
     weights = max((kept / "models").glob("*.pt"), key=lambda path: path.stat().st_mtime_ns)
     # As the page reads them; the run was tested on fewer images.
-    page = (REPOSITORY / "YOUR_TRAINING.md").read_text()
+    page = (REPOSITORY / "03_multigpu_ddp" / "OUR_LOOP.md").read_text()
     *_, code = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     for of_page, here in {"results/models/RUN_ID.pt": str(weights), "width=32": "width=4"}.items():
         assert of_page in code

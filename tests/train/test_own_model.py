@@ -213,7 +213,7 @@ def test_it_trains_and_is_recorded_as_what_it_is(loader: tuple, script: Script, 
 @pytest.mark.parametrize("line", [1, 2], ids=["sum", "mean"])
 def test_a_loss_that_is_a_sum_trains_alike_on_two_ranks(line: int, script: Script, tmp_path: Path) -> None:
     """With either of the lines of the page."""
-    page = (REPOSITORY / "YOUR_TRAINING.md").read_text().replace("inputs)", "images)")
+    page = (REPOSITORY / "03_multigpu_ddp" / "OUR_LOOP.md").read_text().replace("inputs)", "images)")
     code = re.search(r"```python\n(loss = .*?)```", page.replace("targets,", "labels,"), re.DOTALL)[1]
     text = own_training(REGRESS).replace("nn.BatchNorm1d(64), ", "")
     one = "                loss = F.mse_loss(model(images), labels)\n"
