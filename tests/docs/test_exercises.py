@@ -152,6 +152,8 @@ def test_the_core_path_is_that_of_the_timetable() -> None:
     steps = {exercise.step: exercise.name for exercise in map(Exercise, FOLDERS) if exercise.kind == "core"}
     text = (REPOSITORY / "INSTRUCTORS.md").read_text().partition("## The core path in three hours")[2]
     table = text.partition("\n## ")[0]
+    headers = " ".join((folder / "README.md").read_text().split("\n\n")[1] for folder in FOLDERS)
+    assert re.findall(r"Core, \d+ of (\d+)", headers) == [str(len(steps))] * len(steps)
     assert [steps[step] for step in range(1, len(steps) + 1)] == re.findall(r"exercise `(\w+)`", table)
     assert sum(map(int, re.findall(r"^\| \d:\d\d \| (\d+) \|", table, re.MULTILINE))) == 3 * 60
 

@@ -105,8 +105,8 @@ def check(workspace: Workspace) -> str:
         f"output does not mention that; the verdict names it, {place}. Now it waits for {cured.waited:.0f}, "
         f"and is {cured.speed / first.speed:.1f} times as fast, with the same images. More workers, with a "
         "core each, would have hidden the wait until a faster device shows it again. So first look at what "
-        "is done for each image, do that for a whole batch, or once before the training, and add workers "
-        "last."
+        "is done for each image. Do that for a whole batch, or once before the training, and only then add "
+        "workers."
     )
 
 
@@ -188,7 +188,7 @@ def _check_images(workspace: Workspace, loader: str) -> None:
         hint = "they are those of the stage. The resident loader calls `prepare`, never `prepare_one`."
     if torch.allclose(made, (pixels - pixels.mean()) / pixels.std(), atol=0.01):
         hint = "the mean of the whole batch is subtracted from them: `dim` sets what a mean is taken over."
-    raise Wrong(f"With the {loader} loader, your program makes other images than the starter: {hint}")
+    raise Wrong(f"With the {loader} loader, your program does not make the images of the starter: {hint}")
 
 
 def _check_answers(answers: Answers, first: Watched, cured: Watched) -> None:

@@ -17,12 +17,35 @@ class Device:
         self._queue.put(images)
 
     def synchronize(self) -> None:
-        """Wait until all steps are done."""
+        """Wait until all steps are done, as `torch.cuda.synchronize()` does."""
         self._queue.join()
+
+    def event(self) -> "Event":
+        """Return a new mark for the queue, as `torch.cuda.Event(enable_timing=True)` does."""
+        return Event(self._queue)
 
     def _work(self) -> None:
         done = 0
-        while images := self._queue.get():
-            time.sleep(0.002 * images / 64 * (5 if done < 20 else 1))
-            done += 1
+        while task := self._queue.get():
+            if isinstance(task, Event):
+                task.reached_at = time.perf_counter()
+            else:
+                time.sleep(0.002 * task / 64 * (5 if done < 20 else 1))
+                done += 1
             self._queue.task_done()
+
+
+class Event:
+    """A mark in the queue of a device, which notes when the device comes to it."""
+
+    def __init__(self, tasks: queue.Queue) -> None:
+        self._tasks = tasks
+        self.reached_at = 0.0
+
+    def record(self) -> None:
+        """Put the mark into the queue, behind the steps that are there."""
+        self._tasks.put(self)
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Return the milliseconds from this mark to a later one, once the device has come to both."""
+        return 1000 * (end.reached_at - self.reached_at)

@@ -1,4 +1,4 @@
-"""Stage 01 with images that are prepared in another way: each gets mean 0 and standard deviation 1."""
+"""Stage 01 with images that are prepared differently: each one gets mean 0 and standard deviation 1."""
 
 from dataclasses import replace
 
