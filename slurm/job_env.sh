@@ -13,7 +13,8 @@
 # `choose_training` sets TRAINING. For the ranks it exports MASTER_ADDR and MASTER_PORT.
 #
 # Where the job script's first argument is --plain, or an option for it, they name a script that knows nothing of
-# the kit (trainkit/jobs/program.py). A sweep sets `array_of_runs` where it sends several runs as an array.
+# the kit (trainkit/jobs/program.py). A sweep sets `name_in_sweep`, and `array_of_runs` where it sends several runs as an
+# array.
 
 launcher=srun         # of the ranks; slurm_submit_torchrun.sh sets another
 begun=""              # whether Python has answered how the job begins
@@ -210,8 +211,8 @@ tell_script() {
     folder=${code_folder:-$(dirname "$(readlink -f -- "$1")")} # `begin` has set it for a plain script
     top_folder=$(timeout 20 git -C "$folder" rev-parse --show-toplevel 2>/dev/null) || top_folder=""
     version=$(timeout 20 git -C "$folder" describe --always --dirty 2>/dev/null) || version=""
-    answer=$(in_job 20 60 script ${plain:+--plain} "--version=$version" "--top-folder=$top_folder" \
-        "--repository=$REPOSITORY" -- "$@") || answer=""
+    answer=$(in_job 20 60 script ${plain:+--plain} "--run-name=${name_in_sweep:-}" "--version=$version" \
+        "--top-folder=$top_folder" "--repository=$REPOSITORY" -- "$@") || answer=""
     [[ $answer != *"# in_job script"* ]] || # container programs have their words before it
         echo "${answer#*"# in_job script"$'\n'}"
     echo

@@ -175,6 +175,7 @@ class Script:
         module: its name, if it is started as a module (`python -m`).
         python: the Python that runs it; "" for that of the job.
         array_element: what Slurm calls the job if it is one of an array, such as 17_2; else "".
+        run_name: that of its run in a sweep; "" if it is of none.
     """
 
     path: str
@@ -184,6 +185,7 @@ class Script:
     module: str = ""
     python: str = ""
     array_element: str = ""
+    run_name: str = ""
 
     @property
     def label(self) -> str:

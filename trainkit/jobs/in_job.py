@@ -94,6 +94,7 @@ def _script(options: argparse.Namespace, words: list[str]) -> str:
         commit=options.version,
         repository=options.top_folder,
         array_element=slurm.array_element(options.facts),
+        run_name=options.run_name,
     )
     with suppress(OSError):  # a full disk
         job_folder.keep_script(options.folder, script)
@@ -162,6 +163,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     script = questions.add_parser("script")
     add = script.add_argument
     add("--version", required=True, help="of the code of the script, by git")
+    add("--run-name", default="", help="of its run in a sweep")
     add("--top-folder", required=True, help="of the git repository that it is in")
     add("--repository", required=True, help="this checkout")
     back = questions.add_parser("back")

@@ -30,7 +30,8 @@ class Listed:
     Attributes:
         number: of the job, as squeue and scancel take it; on this machine without Slurm, of the process that
             controls its ranks.
-        script: what it runs; of a job that has not begun, its name in Slurm.
+        script: what it runs; in a sweep the name of its run, as the arguments of its runs may begin alike; of
+            a job that has not begun, its name in Slurm.
         state: queued, running, done, stopped (it has saved, and does not come back by itself), failed, or
             unknown, while Slurm does not answer.
         seconds: how long its last start ran; None if that is not known.
@@ -148,9 +149,11 @@ def _verdict(folder: Path) -> str:
 
 
 def _script_words(script: Script | None) -> str:
-    """Return the name of a script and its arguments, as far as they fit into a row."""
+    """Return the name of its run in a sweep, else that of a script with the arguments that fit into a row."""
     if script is None:
         return UNKNOWN
+    if script.run_name:
+        return script.run_name
     words = " ".join(map(beginning.printable, (script.label, *script.arguments)))
     return words if len(words) <= MOST_OF_A_SCRIPT else f"{words[: MOST_OF_A_SCRIPT - 3]}..."
 

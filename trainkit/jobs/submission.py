@@ -64,6 +64,7 @@ class Request:
         why_here: why it runs on this machine, in words; "" if it goes to Slurm.
         threads: of each process on this machine (`local.variables`).
         working_dir: where it starts; None for the folder that it is sent from.
+        run_name: in a sweep, what it is called there.
         others: requests of the same shape and with the same folder: with this one they are an array of Slurm.
         most_at_a_time: how many of the array may run at a time.
     """
@@ -78,6 +79,7 @@ class Request:
     why_here: str = ""
     threads: int | None = None
     working_dir: Path | None = None
+    run_name: str = ""
     others: tuple["Request", ...] = ()
     most_at_a_time: int = 1
 
@@ -153,7 +155,10 @@ class Request:
     @property
     def _own_setup(self) -> list[str]:
         """Return the part of `setup` in which the jobs of an array differ."""
-        lines = [self._results, f"tell_script {shlex.join([*self.words, *self.arguments])}"]
+        lines = [self._results]
+        if self.run_name:
+            lines.append(f"name_in_sweep={shlex.quote(self.run_name)}")
+        lines.append(f"tell_script {shlex.join([*self.words, *self.arguments])}")
         if self.working_dir:
             lines.append(f"cd {shlex.quote(str(self.working_dir))}")
         return lines
@@ -237,6 +242,7 @@ def _script_here(request: Request) -> job_folder.Script:
     git = ("git", "-C", str(folder.resolve()))
     return replace(
         script,
+        run_name=request.run_name,
         commit=slurm.ask(*git, "describe", "--always", "--dirty").stdout.strip(),
         repository=slurm.ask(*git, "rev-parse", "--show-toplevel").stdout.strip(),
     )

@@ -321,6 +321,7 @@ class Sweep:
             site=site,
             folder=folder,
             working_dir=run_folder if self.chdir else None,
+            run_name=run.name,
             minutes=self.minutes,
             partition=self.partition,
             why_here=self.why_here,
