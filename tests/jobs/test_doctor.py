@@ -14,11 +14,11 @@ import pytest
 import torch
 from checkout import Checkout, own_environment
 from cluster import RunningCluster
-from conftest import REPOSITORY
+from conftest import REPOSITORY, ran
 
 from trainkit import devices as device
 from trainkit.distributed import process_group
-from trainkit.doctor import checkup, checkup_torch, cli, login_node
+from trainkit.doctor import checkup, checkup_torch, cli, login_node, script_imports
 from trainkit.doctor.checkup import FAULT, OK, WARNING, Finding, findings_in, read_messages
 from trainkit.errors import UserError
 from trainkit.jobs import site, slurm
@@ -189,9 +189,11 @@ def test_what_a_script_of_its_own_environment_imports(checkout: Checkout) -> Non
         assert all(words in fault for words in key_words), faults
     assert f"{python} has no PyTorch" in found(told, "environment", FAULT)
     assert not (folder / "it was run").exists() and not found(told, "data", OK)
-    (folder / "package" / "train.py").write_text("import torch:\n")
-    told = diagnose(checkout.run(*command(checkout, "--json", "--plain", "package/train.py"), cwd=folder))
-    assert "line 1" in found(told, "script", FAULT)
+    script = folder / "package" / "train.py"
+    script.write_text("import torch:\n")
+    (message,) = read_messages(ran(python, script_imports.__file__, folder, script, "").stdout)
+    (problem,) = message["script"]["problems"]
+    assert problem["line"] == 1 and "invalid syntax" in problem["error"]
 
 
 def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:

@@ -423,8 +423,13 @@ def test_it_runs_where_it_was_started_and_may_be_sent_nowhere(checkout: Checkout
     script = write(checkout, VAE)
     checkout.fake("sbatch", "echo Submitted batch job 7")
     arguments = ("--local", "--wait", f"--plain={script.name}", "--epochs", 3)
-    done = succeeded(checkout.submit_py("single", *arguments, cwd=script.parent))
-    assert done.stdout.startswith("--local: running as 1 local process(es)\n")
+    active = script.parent / "env" / "bin" / "python"
+    active.parent.mkdir(parents=True)
+    active.touch()
+    environment = {"VIRTUAL_ENV": str(active.parents[1])}
+    done = succeeded(checkout.submit_py("single", *arguments, cwd=script.parent, **environment))
+    assert done.stdout.startswith("--local: running as 1 local process(es)\nnote: it runs with the job's ")
+    assert f" --python {active}\n" in done.stdout
     assert (script.parent / "results" / "sample_3_1").exists()
     assert "results  ls" not in done.stdout  # it records nothing there
 
