@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from checkout import Checkout
 from conftest import BEYOND, ENVIRONMENT, rows_of, succeeded
@@ -167,6 +168,7 @@ EPOCH = """
 """
 
 
+@pytest.mark.full
 def test_accelerate_saves_our_record_with_the_rest(forking: Forking, tmp_path: Path) -> None:
     """Each epoch is in the record once, also when a signal comes at the end of one."""
     shutil.copy(FOLDER / "loader_workers.py", tmp_path)
