@@ -1,124 +1,143 @@
-"""Reads the log of a job that was stopped and came back, and its one CSV."""
+"""Reads the log of a training that was killed, stopped by a signal, and resumed."""
 
 import re
+from typing import NamedTuple
 
-from trainkit.record import records
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
-# How many steps will the job do twice?
-prediction = 15
-# Of the first stop: where the job goes on
-epoch = 3
-step = 15
-# Steps that were done twice
-repeated = 0
-# Steps that would have been lost without the signal, at least
-lost = 15
-# Epochs that the CSV marks as warmup
-warmups = 3
+# kill -9, with --save-every 100: at most how many steps will the training do twice?
+prediction = 99
+
+# Where it resumed after kill -9
+epoch = 1
+step = 100
+# At its first limit: after how many steps of the epoch it stopped, and after how many it resumed
+saved_after = 160
+resumed_after = 160
+# Killed with kill -9 after step 599 of an epoch, how many steps would it do twice?
+repeated = 99
+# USR2, TERM or KILL
+never_caught = KILL
 """
 HINTS = """\
 ## 1
 
-Look for three lines in the log: `stopped after`, `resumed from`, and the first `epoch` after
-that. If there are none, the job has not been stopped yet: give it more epochs (or images), or wait.
+Look for the lines `resumed from` and `saved and stopped`. A training that a signal has stopped prints the
+second before it ends. One that was killed with `kill -9` prints nothing.
 
 ## 2
 
-`resumed from .../epoch-3-step-40.pt` means that 40 steps of epoch 3 were done, and the job goes on
-with the 41st. Which steps does it then repeat? Without the signal, the newest checkpoint would be
-`epoch-3-step-0.pt`.
+`resumed from ...: epoch 1, 100 of 937 steps done` means that it goes on with step 101 of epoch 1. If there is
+no such line, no checkpoint had been saved: let it run longer, and kill it again.
 
 ## 3
 
-Nothing is repeated: `repeated = 0`. `lost` is the same number as `step`. `warmups` is the number
-of rows of the CSV with a 1 in the column `warmup`, the fifth: each new process has a first epoch.
+With --save-every 100, the newest checkpoint before step 599 is that of step 500. A signal has it save the
+step in which it stops, so nothing is done twice. `man 7 signal` says which signals cannot be caught.
 """
 STARTS_WITH = "`prediction`"
-_EXERCISES = "results/sample/cpu-xeon-2-cores/exercises"
-RECORDED = {f"{_EXERCISES}/job.txt": [], f"{_EXERCISES}/runs.csv": ["ddp-20261122-023235-013c9ba4"]}
+RECORDED = {"03_multigpu_ddp/exercises/04_time_limit/recorded": []}
 WRONG = [
-    ("runs/job.txt", "resumed from", "began", "never says `resumed from`"),
-    ("runs/job.txt", "stopped after", "went on after", "was not stopped"),
-    ("runs/*.csv", "srun,2,", "srun,12,", "a gap"),
-    ("answers.txt", "step = 15", "step = 0", "The name of the checkpoint"),
-    ("answers.txt", "repeated = 0", "repeated = 15", "goes on with the next step"),
-    ("answers.txt", "lost = 15", "lost = 0", "beginning of the epoch"),
-    ("answers.txt", "warmups = 3", "warmups = 1", "Each time the job begins"),
-]  # fmt: skip
+    ("runs/time_limit.txt", "resumed from", "began with", "never says `resumed from`"),
+    ("runs/time_limit.txt", "saved and stopped", "ended", "no limit has stopped it"),
+    ("answers.txt", "step = 100", "step = 160", "does not resume at"),
+    ("answers.txt", "saved_after = 160", "saved_after = 100", "`saved and stopped`"),
+    ("answers.txt", "resumed_after = 160", "resumed_after = 100", "next `resumed from`"),
+    ("answers.txt", "repeated = 99", "repeated = 0", "no signal"),
+    ("answers.txt", "repeated = 99", "repeated = 599", "every 100 steps"),
+    ("answers.txt", "= KILL", "= TERM", "has a handler"),
+]
+SAVE_EVERY = 100
+RESUMED = re.compile(r"resumed from \S+: epoch (\d+), (\d+) of (\d+) steps done")
+STOPPED = re.compile(r"saved and stopped in epoch (\d+) after (\d+) of (\d+) steps")
+
+
+class Resume(NamedTuple):
+    """Where a training resumed, and where a signal had stopped it before; None after a kill."""
+
+    epoch: int
+    step: int
+    stopped: tuple[int, int] | None
 
 
 def check(workspace: Workspace) -> str:
     answers = workspace.answers()
     predicted = answers.number("prediction")
-    logs = [name for name in ("runs/job.txt", "job.txt") if (workspace.folder / name).exists()]
+    names = ("runs/time_limit.txt", "job.txt")
+    logs = [name for name in names if (workspace.folder / name).exists()]
     if not logs:
-        raise Wrong("There is no log mine/job.txt yet. Run the command of the README, or take `recorded`.")
-    log = workspace.text(logs[0])
-    if "stopped after" not in log:
+        raise Wrong("There is no log mine/job.txt yet. Run the commands of the README, or take `recorded`.")
+    resumes = _resumes(workspace.text(logs[0]))
+    killed = next((resume for resume in resumes if resume.stopped is None), None)
+    limited = next((resume for resume in resumes if resume.stopped), None)
+    if killed is None:
         raise Wrong(
-            "The job of mine/job.txt was not stopped: there is no line `stopped after ...`. If it ended "
-            "before that, give it more --epochs. If it is still running, wait."
+            "In the log, no training resumes after a kill: each `resumed from` follows a `saved and "
+            "stopped`. Kill a rank with kill -9 when a checkpoint has been saved, and start the training "
+            "again."
         )
-    resumed = re.search(r"resumed from .*epoch-(\d+)-step-(\d+)\.pt", log)
-    if not resumed:
+    if limited is None:
         raise Wrong(
-            "The job was stopped, but the log never says `resumed from`. `squeue` shows when it may start "
-            "again. Without Slurm, run the same command once more, with --resume auto and the same "
-            "--checkpoint-dir."
+            "In the log, no limit has stopped it: there is no `resumed from` behind `saved and stopped`."
         )
-    rows = rows_of_one_run(workspace)
-    epochs = [row["epoch"] for row in rows]
-    if epochs != list(range(1, len(epochs) + 1)):
-        raise Wrong(f"The epochs in the CSV are {epochs}: there is a gap. Was the file edited?")
-    epoch, step = map(int, resumed.groups())
-    if epochs[-1] < epoch:
-        raise Wrong(f"Epoch {epoch}, in which the job goes on, is not done yet: wait for its line.")
-    warmups = sum(row["warmup"] for row in rows)
-    if (answers.number("epoch"), answers.number("step")) != (epoch, step):
+    given = answers.number("epoch"), answers.number("step")
+    if given != (killed.epoch, killed.step):
         raise Wrong(
-            "The job does not go on at your `epoch` and `step`. The name of the checkpoint that it first "
-            "resumed from has both."
+            "After kill -9 the training does not resume at your `epoch` and `step`: the first `resumed from` "
+            "without a `saved and stopped` before it has both."
         )
-    if answers.number("repeated") != 0:
-        raise Wrong(
-            f"`repeated`: {step} steps of epoch {epoch} are in the checkpoint, with the optimizer, the "
-            "random numbers and the losses so far. The job goes on with the next step."
-        )
-    if answers.number("lost") != step:
-        raise Wrong(
-            "`lost`: without the signal, the newest checkpoint is that of the last whole epoch, and the job "
-            "would go back to the beginning of the epoch in which it was stopped. How many steps of that "
-            "epoch were done? (The ten minutes of --checkpoint-minutes had not passed.)"
-        )
-    if answers.number("warmups") != warmups:
-        raise Wrong(
-            "`warmups`: count the rows of the CSV with a 1 in the column warmup. Each time the job "
-            "begins, a new process has a first epoch, which says nothing about the speed."
-        )
+    _check_limit(answers.number("saved_after"), answers.number("resumed_after"), limited)
+    _check_repeated(answers.number("repeated"))
+    if answers.word("never_caught", "usr2", "term", "kill") != "kill":
+        raise Wrong("`never_caught`: plain_ddp.py has a handler for that one, in STOP_SIGNALS, and saves.")
     return (
-        f"One run, {len(rows)} epochs without a gap, {warmups} of them the first of a process: it went on "
-        f"with step {step + 1} of epoch {epoch}, and no step was done twice (you predicted {predicted:g}). "
-        f"Without the signal, the job would have lost {step} steps"
-        f"{'' if step else ', as the signal came between two epochs'}; epochs of large models take hours. "
-        "This needs the three lines in the job script, a program that reacts to USR2, and `scontrol requeue` "
-        "at the end of the job (slurm/job_env.sh). It always costs the wait in the queue."
+        f"After kill -9 it went back to step {killed.step} of epoch {killed.epoch}, its newest checkpoint: "
+        f"at most {SAVE_EVERY - 1} steps are done twice (you predicted {predicted:g}). At the limit it was "
+        f"warned, saved in step {limited.step}, and went on with the next one. So save every so many steps "
+        "for the ends that nobody announces, at a signal for those that Slurm does, and write the file "
+        "beside the old one before it takes its place: a kill may come while it is written."
     )
 
 
-def rows_of_one_run(workspace: Workspace) -> list[dict[str, object]]:
-    """Return the rows of the only run in mine/runs, whose job may have started several times."""
-    files = sorted((workspace.folder / "runs").glob("*.csv"))
-    if not files:
-        raise Wrong("No epoch is finished yet, so there is no CSV. Wait; without Slurm, run the line again.")
-    try:
-        runs = list(records.read_runs(files).values())
-    except records.RecordError as error:
-        raise Wrong(str(error)) from None
-    if len(runs) != 1:
+def _resumes(log: str) -> list[Resume]:
+    """Return where the training resumed, each time."""
+    resumes = []
+    stopped = None
+    for line in log.splitlines():
+        if match := STOPPED.search(line):
+            stopped = int(match[1]), int(match[2])
+        elif match := RESUMED.search(line):
+            resumes.append(Resume(int(match[1]), int(match[2]), stopped))
+            stopped = None
+    if not resumes:
         raise Wrong(
-            f"mine/runs has {len(runs)} runs. A job that comes back goes on with the run that it began. "
-            "`reset` moves these files away; then run the job once, or take `recorded`."
+            "The log never says `resumed from`. Start the same command again after the kill; if no "
+            "checkpoint had been saved by then, let it run longer."
         )
-    return runs[0]
+    return resumes
+
+
+def _check_limit(saved_after: float, resumed_after: float, limited: Resume) -> None:
+    stopped_in, after = limited.stopped
+    if saved_after != after:
+        raise Wrong("`saved_after`: the first line `saved and stopped` in the log has the number of steps.")
+    if resumed_after != limited.step:
+        raise Wrong(f"`resumed_after`: the next `resumed from` behind it has {limited.step} steps done.")
+    if (stopped_in, after) != (limited.epoch, limited.step):
+        raise Wrong(
+            f"It stopped in epoch {stopped_in} after {after} steps, and resumed in epoch {limited.epoch} "
+            f"after {limited.step}: was the checkpoint moved, or the log edited?"
+        )
+
+
+def _check_repeated(repeated: float) -> None:
+    if repeated == 0:
+        raise Wrong(
+            "`repeated`: kill -9 sends no signal that the program could catch, so it has not saved step 599."
+        )
+    if repeated not in (SAVE_EVERY - 1, SAVE_EVERY):
+        raise Wrong(
+            f"`repeated`: it saves every {SAVE_EVERY} steps. Which checkpoint is the newest, and which steps "
+            "follow?"
+        )
