@@ -160,6 +160,8 @@ class Checkpointer:
         self._executor = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[str] | None = None
         process_group.on_rank_0(self._open_folder)
+        for part in self._sharded.values():
+            part.connect()
         if self._sharded and not all(process_group.gather(self.folder.is_dir())):
             raise UserError(f"not all ranks see {self.folder}: give a folder that they share.")
 

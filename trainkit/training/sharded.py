@@ -46,8 +46,7 @@ class Sharded:
         self.optimizer = optimizer
         # The optimizer's state goes by the names of the weights: their numbers differ between ranks.
         self._by_name = StateDictOptions(flatten_optimizer_state_dict=True)
-        # The ranks meet in it while the files are written, beside the training's own meetings. DCP asks for
-        # one that connects CPUs (torch.distributed.checkpoint.async_save).
+        # The ranks meet in it while the files are written, beside the training's own meetings.
         self._group: dist.ProcessGroup | None = None
 
     def parameters(self) -> int:
@@ -74,13 +73,21 @@ class Sharded:
             options=self._by_name,
         )
 
+    def connect(self) -> None:
+        """Connect the ranks' CPUs, before the first `start_saving` or `load`: DCP asks for that (async_save).
+
+        It comes before the training, which should not end at its first checkpoint where gloo cannot connect.
+        """
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+
     def start_saving(self, folder: Path) -> Future:
         """Write this rank's part to files in `folder`, while the training goes on from a copy of it.
 
         Returns:
             What is done when all ranks have written their parts, or one of them has failed.
         """
-        return dcp.async_save(_flat(self.state_dict()), checkpoint_id=folder, process_group=self._connected())
+        return dcp.async_save(_flat(self.state_dict()), checkpoint_id=folder, process_group=self._group)
 
     def load(self, folder: Path) -> None:
         """Take this rank's part of what any number of ranks have written to `folder`.
@@ -96,18 +103,13 @@ class Sharded:
         }
         flat = _flat(state)
         try:
-            dcp.load(flat, checkpoint_id=folder, process_group=self._connected())
+            dcp.load(flat, checkpoint_id=folder, process_group=self._group)
         except dcp.CheckpointException as error:  # which no `except Exception` would catch
             raise ValueError(failure_of(error)) from None
         for name in state:
             state[name] = {label: flat[f"{name}.{label}"] for label in state[name]}
         state["optimizer"].update(kernels)
         self.load_state_dict(state)
-
-    def _connected(self) -> dist.ProcessGroup | None:
-        if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
-        return self._group
 
 
 def failure_of(error: BaseException) -> str:
