@@ -311,3 +311,46 @@ def dp_and_ddp() -> Picture:
     picture.text(603, 316, "the next step", anchor="middle", colour="muted")
     picture.arrow((603, 326), (603, 372), colour="muted", thick=1.5)
     return picture
+
+
+def what_fits() -> Picture:
+    """Which way of training a model asks for, by what fits on one GPU."""
+    questions = [
+        (
+            ["Does one GPU train your model,", "with the batch that you want?"],
+            ["One GPU.", "Too slow? Then DDP, stage 03"],
+        ),
+        (["Does it with fewer images at a time?"], ["Accumulate gradients.", "Too slow? With DDP"]),
+        (
+            ["Does it with bf16, activation checkpointing", "or an optimizer that keeps less?"],
+            ["Do that.", "Too slow? With DDP"],
+        ),
+        (
+            ["Does one GPU hold the largest layer,", "with its activations?"],
+            ["Sharded data parallel (FSDP).", "Network too slow? Pipeline"],
+        ),
+    ]
+    step, tall, middle = 84, 54, 218
+    picture = Picture(
+        "What to do when a model does not fit: four questions, and what follows from each yes",
+        step * len(questions) + tall + 22,
+    )
+    for number, (question, answer) in enumerate(questions):
+        top = 10 + number * step
+        picture.box(48, top, 340, tall, *question, fill="neutral")
+        picture.arrow((390, top + tall / 2), (486, top + tall / 2))
+        picture.text(436, top + tall / 2 - 9, "yes", anchor="middle")
+        picture.box(488, top, 264, tall, *answer, fill="compute-tint", stroke="compute")
+        picture.arrow((middle, top + tall + 2), (middle, top + step - 2))
+        picture.text(middle + 10, top + step - 11, "no")
+    picture.box(
+        48,
+        10 + step * len(questions),
+        340,
+        tall,
+        "Tensor parallel inside a node,",
+        "the others between nodes",
+        fill="compute-tint",
+        stroke="compute",
+    )
+    return picture
