@@ -23,7 +23,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help learn compare sweep test test-all test-lowest test-middle data bench lessons cluster-up cluster-down clean
+.PHONY: help learn compare sweep test test-all test-lowest test-middle data bench lessons site cluster-up cluster-down clean
 
 help:
 	@echo "make learn     first steps: checks this machine, lists the exercises, names the next one"
@@ -32,6 +32,7 @@ help:
 	@echo "make test      what a change has to pass; test-all: all tests; test-lowest, test-middle: with older packages"
 	@echo "make data      put MNIST into data/ (make compare does it too)"
 	@echo "make bench     time our stages against the classic script; takes long"
+	@echo "make site      all pages as a web site with a search, and the slides: site/index.html"
 	@echo "make cluster-up    start a Slurm cluster on this machine to practise on: slurm/practice_cluster"
 	@echo "make cluster-down  stop it and remove it"
 	@echo "make clean     remove the environments .venv* (results stay)"
@@ -74,6 +75,12 @@ bench: $(VENV)/ready
 lessons: $(VENV)/ready-test
 	@$(RUN) tools/lessons.py
 
+# A link between the pages that leads nowhere is an error here.
+site: $(VENV)/ready-docs
+	@rm -rf site
+	@$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs . site $(ARGS)
+	@echo "the site: site/index.html; the slides: site/slides.html"
+
 # Needs no packages of Python: it works before the environment is set up.
 cluster-up:
 	@$(PYTHON) slurm/practice_cluster/cluster.py up --slurm $(SLURM) --nodes $(NODES) --gpus $(GPUS) $(ARGS)
@@ -99,4 +106,10 @@ $(VENV)/ready: pyproject.toml
 $(VENV)/ready-test: pyproject.toml | $(VENV)/ready
 	@echo "Adding the packages of the tests to $(VENV) (once)"
 	@$(INSTALL) '.[test]'
+	@touch $@
+
+# What only `make site` needs.
+$(VENV)/ready-docs: pyproject.toml | $(VENV)/ready
+	@echo "Adding the packages of the site to $(VENV) (once)"
+	@$(INSTALL) '.[docs]'
 	@touch $@

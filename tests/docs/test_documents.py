@@ -87,6 +87,7 @@ def test_conda_installs_what_make_installs() -> None:
         ([], "", "test", ["course", "test"]),
         (["ready"], "", "learn", []),
         (["ready"], "", "lessons", ["test"]),
+        (["ready"], "", "site", ["docs"]),
         (["ready"], "pyproject.toml", "data", ["course"]),
         (["ready", "ready-test"], "", "test-all", []),
         (["ready", "ready-test"], "pyproject.toml", "test", ["course", "test"]),

@@ -1,0 +1,144 @@
+"""The site, made by Sphinx of the READMEs as they are: `make site`.
+
+What differs from the pages on GitHub: a table of contents (`CONTENTS`), a search, and the slides. Links are
+followed as GitHub follows them: that to a folder leads to its README. What is no page of the site, such as a
+script, stays in the repository.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent))
+import slides
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Below each page those that belong to it, in the order of the course. A `*` stands for all others.
+CONTENTS = {
+    "README": {
+        "The course": ["01_singlegpu/README", "02_multigpu_dp/README", "03_multigpu_ddp/README"],
+        "Your own jobs": ["YOUR_TRAINING", "slurm/README", "results/README"],
+        "For instructors": ["INSTRUCTORS"],
+        "Reference": ["GLOSSARY", "03_multigpu_ddp/DOS_AND_DONTS", "trainkit/README"],
+        "Contributing": ["CONTRIBUTING", "CHANGELOG"],
+    },
+    "01_singlegpu/README": {"": ["FAST", "exercises/README"]},
+    "02_multigpu_dp/README": {"": ["The notebook <multi_gpu>", "exercises/README"]},
+    "03_multigpu_ddp/README": {"": ["STARTING", "SCALING", "beyond/README", "exercises/README"]},
+    "03_multigpu_ddp/beyond/README": {"": ["DOES_NOT_FIT", "GPT", "*", "complete/*/README"]},
+    "01_singlegpu/exercises/README": {"": ["*/README"]},
+    "02_multigpu_dp/exercises/README": {"": ["*/README"]},
+    "03_multigpu_ddp/exercises/README": {"": ["*/README"]},
+    "YOUR_TRAINING": {"": ["03_multigpu_ddp/CHECKPOINTS", "03_multigpu_ddp/OUR_LOOP"]},
+    "slurm/README": {"": ["DATA", "MONITORING", "practice_cluster/README", "containers/README"]},
+    "results/README": {"": ["sample/README", "../tools/bench/README"]},
+    "results/sample/README": {"": ["h100/README", "h100/one_gpu/README", "*/README"]},
+    "CONTRIBUTING": {"": ["tests/README"]},
+}
+IMAGE = re.compile(r"!\[[^]]*\]\(")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _pages() -> list[str]:
+    """All Markdown of the repository and the notebook, without the tables that programs have written."""
+    files = _git("ls-files", "-co", "--exclude-standard", "*.md", "*.ipynb").splitlines()
+    return [name for name in files if not name.startswith("results/sample/") or name.endswith("/README.md")]
+
+
+def _address(path: Path) -> str:
+    """Where a file or folder of the repository is: at the remote of this clone, or on this disk."""
+    host = r"(?:https://(?:[^/@]*@)?|ssh://git@|git@)([^/:]+)[/:]"
+    remote = re.fullmatch(rf"{host}(.+?)(?:\.git)?", _git("remote", "get-url", "origin"))
+    if not remote:
+        return path.as_uri()
+    kind = "tree" if path.is_dir() else "blob"
+    return f"https://{remote[1]}/{remote[2]}/{kind}/HEAD/{path.relative_to(REPOSITORY)}"
+
+
+project = "From one GPU to many"
+html_title = project
+copyright = "the trainkit contributors, MIT license"
+root_doc = "README"
+include_patterns = _pages()
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
+extensions = ["myst_parser", "sphinx_copybutton"]
+myst_heading_anchors = 6
+# Signs as they are typed, as on GitHub.
+smartquotes = False
+# A block without a language is the output of a command.
+highlight_language = "text"
+html_theme = "furo"
+templates_path = ["."]
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_copy_source = False
+# No button on what a command prints.
+copybutton_selector = "div.highlight-bash pre, div.highlight-sh pre, div.highlight-python pre"
+
+
+def _read(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Make Markdown of a notebook, and end a page with the list of those below it, for the sidebar."""
+    if app.env.doc2path(docname).suffix == ".ipynb":
+        source[0] = "\n\n".join(_cells(json.loads(source[0])))
+    if docname == "INSTRUCTORS":
+        source[0] = source[0].replace("`site/slides.html`", f'<a href="{slides.PAGE}.html">the slides</a>')
+    # MyST joins the lines of a picture's description without a space.
+    source[0] = IMAGE.sub(lambda image: image[0].replace("\n", "&#32;\n"), source[0])
+    for caption, pages in CONTENTS.get(docname, {}).items():
+        title = [f":caption: {caption}"] if caption else []
+        source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", ":glob:", *title, "", *pages, "```\n"])
+
+
+def _cells(notebook: dict) -> list[str]:
+    blocks = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        blocks.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            if output["output_type"] == "stream":
+                blocks.append(f"```text\n{''.join(output['text'])}\n```")
+            else:
+                blocks.append(f"![output](data:image/png;base64,{output['data']['image/png'].strip()})")
+    return blocks
+
+
+def _follow_links(app: Sphinx, page: nodes.document) -> None:
+    """Resolve a link to a folder, and one to a file that is no page, which MyST would not find, or copy."""
+    folder = Path(app.env.doc2path(app.env.docname)).parent
+    for link in [*page.findall(addnodes.pending_xref), *page.findall(addnodes.download_reference)]:
+        if link.get("reftype") != "myst":
+            continue
+        name, _, anchor = link["reftarget"].partition("#")
+        path = Path(app.env.doc2path(name)) if link.get("refdomain") == "doc" else (folder / name).resolve()
+        readme = app.env.path2doc(path / "README.md")
+        if path.is_dir() and readme in app.env.found_docs:
+            link.attributes |= {"refdomain": "doc", "reftarget": readme, "reftargetid": anchor or None}
+        elif path.exists() and app.env.path2doc(path) not in app.env.found_docs:
+            link.replace_self(nodes.reference("", "", *link.children, refuri=_address(path)))
+
+
+def _open_folders(app: Sphinx, error: Exception | None) -> None:
+    """Let the address of a folder show its README, as on GitHub."""
+    for page in Path(app.outdir).rglob("README.html"):
+        shutil.copy(page, page.with_name("index.html"))
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _read)
+    # Before Sphinx collects the files to copy.
+    app.connect("doctree-read", _follow_links, priority=100)
+    app.connect("html-collect-pages", slides.pages)
+    app.connect("build-finished", _open_folders)
