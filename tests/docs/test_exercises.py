@@ -326,7 +326,7 @@ def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", script]
     spy = [Path(sys.executable).parent / "py-spy", "dump", "--locals", "--subprocesses", "--pid"]
     stands = re.compile(r"\(train\.py:(\d+)\).*?^ +rank: (\d)", re.MULTILINE | re.DOTALL)
-    expected, found, said = [("28", "1"), ("42", "0"), ("42", "2")], [], ""
+    expected, found, said = [("30", "1"), ("44", "0"), ("44", "2")], [], ""
     with subprocess.Popen(torchrun, env=ENVIRONMENT) as running:
         try:
             for _ in range(60):

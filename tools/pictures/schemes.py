@@ -145,8 +145,8 @@ def hang() -> Picture:
         "A hang: rank 0 waits in a barrier, rank 1 in an all-reduce, and neither call has a partner", 338
     )
     stacks = [
-        ("rank 0 (and rank 2)", ["main, line 64", "save, line 42"], "barrier"),
-        ("rank 1", ["main, line 58", "average_gradients, line 28"], "all_reduce"),
+        ("rank 0 (and rank 2)", ["main, line 66", "save, line 44"], "barrier"),
+        ("rank 1", ["main, line 60", "average_gradients, line 30"], "all_reduce"),
     ]
     for number, (rank, calls, collective) in enumerate(stacks):
         left = 40 + 470 * number

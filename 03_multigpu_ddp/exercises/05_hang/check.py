@@ -16,12 +16,14 @@ ANSWERS = """\
 # Before you start it: how many of the three ranks will stand still?
 prediction = 3
 # While it hangs: the number of the line of train.py where each rank is
-line_of_rank_0 = 42
-line_of_rank_1 = 28
-line_of_rank_2 = 42
+line_of_rank_0 = 44
+line_of_rank_1 = 30
+line_of_rank_2 = 44
 # The rank that is not in the collective of the others, and the number of the line that let it leave
 left = 1
-left_by = 61
+left_by = 63
+# The watchdog's lines in the README: what is wrong? network, slow or mismatch
+watchdog = mismatch
 """
 HINTS = """\
 ## 1
@@ -58,11 +60,13 @@ IF = "        if error < best:\n            best = error\n            saved.appe
 SAVE = "            save(model)\n"
 ALWAYS = "        save(model)\n"
 WRONG = [
-    ("answers.txt", "rank_1 = 28", "rank_1 = 42", "`line_of_rank_1`: rank 1 is in another line"),
-    ("answers.txt", "rank_0 = 42", "rank_0 = 64", "only calls"),
-    ("answers.txt", "rank_2 = 42", "rank_2 = 6371", "a line of PyTorch"),
+    ("answers.txt", "rank_1 = 30", "rank_1 = 44", "`line_of_rank_1`: rank 1 is in another line"),
+    ("answers.txt", "rank_0 = 44", "rank_0 = 66", "only calls"),
+    ("answers.txt", "rank_2 = 44", "rank_2 = 6371", "a line of PyTorch"),
     ("answers.txt", "left = 1", "left = 0", "Rank 0 is in the same line as another rank"),
-    ("answers.txt", "left_by = 61", "left_by = 40", "the condition"),
+    ("answers.txt", "left_by = 63", "left_by = 42", "the condition"),
+    ("answers.txt", "= mismatch", "= slow", "the same number"),
+    ("answers.txt", "= mismatch", "= network", "the same number"),
     (SCRIPT, SUM, "", "wait for each other in vain"),
     (SCRIPT, IF, IF.replace("error", "rank == 0 and error", 1), "wait for each other in vain"),
     (SCRIPT, SUM, OF_RANK_0, "not the mean error that decides"),
@@ -85,7 +89,8 @@ def check(workspace: Workspace) -> str:
         "stand still: all three did. Rank 1 found that its own error was worse than before, left out the "
         "barrier, and waited in the next collective, to which no other rank came. An error would have come "
         "after half an hour, gloo's default timeout, from the lines that wait, not from the line that is "
-        "wrong."
+        "wrong. NCCL's watchdog ends a job after ten minutes, and it too names only the collective that "
+        "waits."
     )
 
 
@@ -105,6 +110,11 @@ def check_answers(answers: Answers) -> None:
         raise Wrong(f"Rank {answers['left']} is in the same line as another rank: which rank is alone?")
     if answers.number("left_by") != WHERE["if error < best:"]:
         raise Wrong("`left_by`: look for the condition that let ranks 0 and 2 go to the barrier, not rank 1.")
+    if answers.word("watchdog", "network", "slow", "mismatch") != "mismatch":
+        raise Wrong(
+            "`watchdog`: both ranks wait in the collective with the same number. Compare its OpType and "
+            "NumelIn on the two ranks: a slow rank or network would leave all of them in the same collective."
+        )
 
 
 def run(workspace: Workspace) -> list[list[int]]:

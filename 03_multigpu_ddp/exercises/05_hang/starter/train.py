@@ -3,6 +3,8 @@
 Try: torchrun --standalone --nproc-per-node=3 exercises/05_hang/mine/train.py
 """
 
+import faulthandler
+import signal
 from pathlib import Path
 
 import torch
@@ -68,5 +70,6 @@ def main() -> list[int]:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)  # `kill -USR1` makes this process print its stacks
     main()
     dist.destroy_process_group()
