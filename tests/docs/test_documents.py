@@ -3,11 +3,13 @@
 import argparse
 import csv
 import importlib.metadata
+import json
 import os
 import re
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
@@ -20,7 +22,7 @@ import pytest
 import torch
 from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
 from forking import Forking
-from pictures import comparison_figures
+from pictures import comparison_figures, recording
 from pictures.svg import COLOURS
 from setuptools.config.pyprojecttoml import load_file
 from test_packages import imports
@@ -331,6 +333,20 @@ def test_a_picture_has_a_title_and_the_colours_of_all_pictures(path: Path) -> No
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_shows_what_was_measured(name: str) -> None:
     assert str(pictures.PICTURES[name]()) == (REPOSITORY / name).read_text(), "run `make lessons`"
+
+
+def test_the_recorded_session_shows_the_committed_runs(plot: Callable, tmp_path: Path) -> None:
+    """Its table is that of the runs. Whoever asks for less motion sees it stand still."""
+    outputs = [json.loads(line) for line in recording.SESSION.read_text().splitlines()[1:]]
+    printed = "".join(text for _, _, text in outputs).replace("\r\n", "\n")
+    again = succeeded(plot(recording.SESSION.parent / "runs.csv", "--out", tmp_path)).stdout
+    shown, of_runs = (
+        re.findall(r"^(?:stage|single|dp|ddp) .*$", text, re.MULTILINE) for text in (printed, again)
+    )
+    assert shown == of_runs and len(shown) == 5
+    drawn = ElementTree.fromstring((REPOSITORY / "results/pictures/compare.svg").read_text())
+    still, moving = drawn.find("{*}style").text.split("@media (prefers-reduced-motion: no-preference)")
+    assert "animation" not in still and "animation" in moving
 
 
 def test_the_figures_of_a_page_are_those_that_make_compare_draws() -> None:

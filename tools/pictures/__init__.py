@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pictures import comparison_figures, plots, schemes
+from pictures import comparison_figures, plots, recording, schemes
 from pictures.svg import Picture
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURES: dict[str, Callable[[], Picture]] = {
     "results/pictures/front.svg": plots.front,
+    "results/pictures/compare.svg": recording.session,
     "results/pictures/choice.svg": plots.choice,
     "01_singlegpu/pictures/batch.svg": plots.batch,
     "01_singlegpu/pictures/ladder.svg": plots.one_gpu_ladder,

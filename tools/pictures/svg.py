@@ -64,6 +64,8 @@ class Picture:
         self.height = height
         self.elements: list[str] = []
         self.classes: set[str] = set()
+        # More CSS, for what moves.
+        self.rules: list[str] = []
         self.rect(0, 0, WIDTH, height, "paper", radius=0)
 
     def __str__(self) -> str:
@@ -75,7 +77,7 @@ class Picture:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{_number(self.height)}" '
             f'viewBox="0 0 {WIDTH} {_number(self.height)}" font-family="{FONT}" role="img">'
         )
-        style = ["<style>", "@media (prefers-color-scheme: dark) {", *rules, "}", "</style>"]
+        style = ["<style>", "@media (prefers-color-scheme: dark) {", *rules, "}", *self.rules, "</style>"]
         return "\n".join([head, f"<title>{escape(self.title)}</title>", *style, *self.elements, "</svg>", ""])
 
     def rect(
@@ -141,10 +143,12 @@ class Picture:
         colour: str = "ink",
         code: bool = False,
         on_lines: bool = False,
+        length: float | None = None,
     ) -> None:
         """Write one line whose foot is at `y`; `anchor` says which end of it is at `x`.
 
         With `on_lines` it has an edge of the colour of the page, so that lines behind it do not cross it.
+        With a `length` it has that width in any font.
         """
         attributes = {"x": x, "y": y, "font-size": size, "text-anchor": anchor}
         if bold:
@@ -153,6 +157,8 @@ class Picture:
             attributes["font-family"] = "Menlo, Consolas, DejaVu Sans Mono, monospace"
         if on_lines:
             attributes["paint-order"] = "stroke"
+        if length:
+            attributes["textLength"] = length
         edge = "paper" if on_lines else None
         self._add("text", attributes, colour, edge, 5, content=escape(words))
 
