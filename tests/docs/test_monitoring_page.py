@@ -85,26 +85,21 @@ def test_every_command_for_a_gpu_has_a_layout() -> None:
     assert {*WRITTEN} < COMMANDS <= {*SESSIONS}
 
 
-def test_the_table_of_nvidia_smi_is_explained() -> None:
-    lines = SESSIONS["nvidia-smi"]
-    of_gpus, of_processes = (number for number, line in enumerate(lines) if line.startswith("|=="))
-    headings = lines[3:of_gpus] + lines[of_processes - 2 : of_processes]
-    words = set(re.sub(r"[-+|]{2,}|\|", " ", " ".join(headings)).split())
-    versions = set(re.findall(r"(\w+ Version):", lines[2]))
-    names = explained("### nvidia-smi\n")
-    assert set(" ".join(names - versions).split()) == words
-    assert versions <= names
-
-
-def test_the_columns_of_dmon_are_explained() -> None:
-    assert explained("$ nvidia-smi dmon\n") == {*SESSIONS["nvidia-smi dmon"][0].lstrip("# ").split()}
-
-
-def test_the_fields_of_a_query_are_explained() -> None:
+def test_the_columns_that_decide_are_those_of_the_tools() -> None:
+    """The one table of the page has a column of names for each of the three commands."""
+    rows = re.search(r"^\| nvidia-smi \| dmon \|.*\n\|---.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)[1]
+    cells = [line.strip("|").split("|") for line in rows.splitlines()]
+    of_screen, of_dmon, of_query = (
+        {name for row in cells for name in re.findall(r"`([^`]+)`", row[column])} for column in range(3)
+    )
+    screen = "\n".join(SESSIONS["nvidia-smi"])
+    assert {"Pwr:Usage/Cap", "GPU-Util"} <= of_screen
+    assert not [name for name in of_screen if name not in screen]
+    assert {"pwr", "sm"} <= of_dmon <= {*SESSIONS["nvidia-smi dmon"][0].lstrip("# ").split()}
     printed = [name.partition(" [")[0] for name in SESSIONS[QUERY][0].split(", ")]
     asked = re.search(r"--query-gpu=(\S+)", QUERY)[1].replace("clocks.sm", "clocks.current.sm")
     assert printed == asked.split(",")
-    assert explained("### nvidia-smi --query-gpu") == {*printed}
+    assert of_query == {*printed} - {"timestamp"}
 
 
 def test_the_words_of_topo_are_explained() -> None:
@@ -121,7 +116,7 @@ def test_the_words_of_topo_are_explained() -> None:
 
 def test_the_lines_of_seff_are_explained() -> None:
     printed = {line.partition(":")[0] for line in SESSIONS["seff <job>"]}
-    assert explained("None of these sees") <= printed
+    assert explained("None of these shows") <= printed
 
 
 def test_the_columns_of_slurm_are_explained() -> None:
