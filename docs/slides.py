@@ -31,5 +31,5 @@ def _slide(app: Sphinx, lesson: str, section: str, shown: str, picture: str, que
         "address": f"{app.builder.get_relative_uri(PAGE, docname)}#{identifier}",
         "title": ElementTree.fromstring(drawing).findtext("{*}title", shown),
         "picture": f"data:image/svg+xml;base64,{base64.b64encode(drawing).decode()}",
-        "question": question,
+        "question": question.replace(" %", "\N{NO-BREAK SPACE}%"),
     }
