@@ -39,7 +39,7 @@ CONTENTS = {
     "03_multigpu_ddp/exercises/README": {"": ["*/README"]},
     "YOUR_TRAINING": {"": ["03_multigpu_ddp/CHECKPOINTS", "03_multigpu_ddp/OUR_LOOP"]},
     "slurm/README": {"": ["DATA", "MONITORING", "practice_cluster/README", "containers/README"]},
-    "results/README": {"": ["sample/README", "../tools/bench/README"]},
+    "results/README": {"": ["METHODS", "sample/README", "../tools/bench/README"]},
     "results/sample/README": {"": ["h100/README", "h100/one_gpu/README", "*/README"]},
     "CONTRIBUTING": {"": ["tests/README"]},
 }
