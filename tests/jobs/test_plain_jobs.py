@@ -14,7 +14,7 @@ from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 from traces import FROM_LOADERS, STARVED, SyntheticJob
 
 from trainkit import job_folder
-from trainkit.jobs import sweep
+from trainkit.jobs import sweep_execution
 from trainkit.monitor import wording
 from trainkit.monitor.verdict import judge
 from trainkit.record import records
@@ -522,7 +522,9 @@ def test_a_sweep_goes_on_in_its_own_folder_whatever_the_script_is_given(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--plain", "train.py", "--out", "theirs"])
-    assert sweep.command_to_go_on(tmp_path).endswith(f" --out {tmp_path} --plain train.py --out theirs")
+    assert sweep_execution.command_to_go_on(tmp_path).endswith(
+        f" --out {tmp_path} --plain train.py --out theirs"
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,11 @@ from trainkit.config.command_line import Parser, at_least, given_path
 from trainkit.data import staging
 from trainkit.distributed.launchers import job_id
 from trainkit.errors import UserError, entrypoint, print_line
-from trainkit.jobs import local, slurm, submission, sweep
+from trainkit.jobs import local, slurm, submission, sweep_execution
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import STAGES
+from trainkit.jobs.sweep import Sweep
+from trainkit.jobs.sweep_plan import BOTH, STRONG, Grid, PlannedRun
 from trainkit.record import records
 from trainkit.record.columns import DDP, DP, SINGLE
 
@@ -115,15 +117,15 @@ def _find_devices(arguments: argparse.Namespace, opts: options.Options, site: Si
 
 def _make_sweep(
     arguments: argparse.Namespace, opts: options.Options, passed_on: list[str], site: Site, devices: Devices
-) -> sweep.Sweep:
+) -> Sweep:
     dataset = _find_data(opts)
-    epochs = arguments.epochs or (GPU_EPOCHS if devices.are_gpus else sweep.EPOCHS)
+    epochs = arguments.epochs or (GPU_EPOCHS if devices.are_gpus else sweep_execution.EPOCHS)
     folder = arguments.out or opts.results_dir / "comparisons" / datetime.now().strftime("%Y%m%d-%H%M%S")
     minutes = local.DAY_MINUTES
     if devices.in_slurm:
         minutes = site.minutes or submission.DEFAULT_MINUTES
         print_line("Slurm found: the runs go as jobs; --local runs them on this machine")
-    return sweep.Sweep(
+    return Sweep(
         folder=folder.absolute(),
         arguments=(*passed_on, "--epochs", str(epochs), "--dataset", dataset),
         opts=replace(opts, dataset=dataset, epochs=epochs),
@@ -134,8 +136,8 @@ def _make_sweep(
     )
 
 
-def _compare_on_cores(compared: sweep.Sweep, workers: int, batch: int, arguments: argparse.Namespace) -> int:
-    grid = sweep.Grid(
+def _compare_on_cores(compared: Sweep, workers: int, batch: int, arguments: argparse.Namespace) -> int:
+    grid = Grid(
         stages=tuple(STAGES.values()),
         gpus=tuple({1, workers}),
         batch_sizes=(batch,),
@@ -143,10 +145,10 @@ def _compare_on_cores(compared: sweep.Sweep, workers: int, batch: int, arguments
         repeats=arguments.repeats or 1,
     )
     runs, _ = compared.planned(grid)
-    return sweep.run(compared, runs, max_jobs=1, report=_report)
+    return sweep_execution.run(compared, runs, max_jobs=1, report=_report)
 
 
-def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, arguments: argparse.Namespace) -> int:
+def _compare_on_gpus(compared: Sweep, gpus: int, batch: int, arguments: argparse.Namespace) -> int:
     """Choose the length of an epoch, if it is not given, by a run on one GPU, and compare."""
     train_size = arguments.train_size
     run_seconds = None
@@ -169,13 +171,13 @@ def _compare_on_gpus(compared: sweep.Sweep, gpus: int, batch: int, arguments: ar
         fewer_repeats = "--repeats 1 or " if repeats > 1 else ""
         print_line(f"{fewer_repeats}--workers {gpus // 2} takes less time")
     # A dictionary without values: two grids may give the same run.
-    runs: dict[sweep.PlannedRun, None] = {}
+    runs: dict[PlannedRun, None] = {}
     for grid in plan_on_gpus(gpus, batch, train_size, repeats):
         of_grid, _ = compared.planned(grid)
         runs |= dict.fromkeys(of_grid)
     in_order = sorted(runs, key=lambda run: (run.repeat, run.shape.gpus))
     # One job at a time: jobs that share a node could slow each other down.
-    return sweep.run(compared, in_order, max_jobs=1, report=_report, run_seconds=run_seconds)
+    return sweep_execution.run(compared, in_order, max_jobs=1, report=_report, run_seconds=run_seconds)
 
 
 def _report(csvs: list[Path], out: Path) -> int:
@@ -189,7 +191,7 @@ def _report(csvs: list[Path], out: Path) -> int:
     return 0
 
 
-def _probe(compared: sweep.Sweep, batch: int) -> Probe:
+def _probe(compared: Sweep, batch: int) -> Probe:
     """Run stage 01 on one GPU, over MNIST as it is, or take the record of an earlier call.
 
     Raises:
@@ -197,11 +199,11 @@ def _probe(compared: sweep.Sweep, batch: int) -> Probe:
     """
     # A folder of its own: its epochs have another length, and it does not enter the comparison.
     alone = replace(compared, folder=compared.folder / "probe")
-    grid = sweep.Grid(stages=(STAGES[SINGLE],), gpus=(1,), batch_sizes=(batch,))
+    grid = Grid(stages=(STAGES[SINGLE],), gpus=(1,), batch_sizes=(batch,))
     (run,), _ = alone.planned(grid)
     if not alone.finished(run.name):
         print_line("first a run on one GPU, to choose the length of an epoch by")
-        sweep.finish(alone, [run], 1, compared.folder)
+        sweep_execution.finish(alone, [run], 1, compared.folder)
     csvs = alone.finished(run.name)
     if not csvs:
         raise UserError(
@@ -262,7 +264,7 @@ def choose_train_size(images_per_s: float, batch: int, gpus: int) -> int:
     return min(round(images / MNIST_IMAGES), most_passes) * MNIST_IMAGES
 
 
-def plan_on_gpus(gpus: int, batch: int, train_size: int, repeats: int) -> list[sweep.Grid]:
+def plan_on_gpus(gpus: int, batch: int, train_size: int, repeats: int) -> list[Grid]:
     """Plan strong scaling, with the same global batch, and weak scaling, with the same batch per GPU.
 
     Every row has its baseline, the run on one GPU with the same global batch.
@@ -272,9 +274,9 @@ def plan_on_gpus(gpus: int, batch: int, train_size: int, repeats: int) -> list[s
         stages: tuple[str, ...],
         counts: tuple[int, ...],
         batch_sizes: tuple[int, ...],
-        scaling: str = sweep.STRONG,
-    ) -> sweep.Grid:
-        return sweep.Grid(
+        scaling: str = STRONG,
+    ) -> Grid:
+        return Grid(
             stages=tuple(STAGES[name] for name in stages),
             gpus=counts,
             batch_sizes=batch_sizes,
@@ -290,7 +292,7 @@ def plan_on_gpus(gpus: int, batch: int, train_size: int, repeats: int) -> list[s
     return [
         grid((SINGLE, DDP), (1,), (batch,)),
         grid((SINGLE,), (1,), tuple(count * batch for count in several)),
-        grid((DP, DDP), several, (batch,), scaling=sweep.BOTH),
+        grid((DP, DDP), several, (batch,), scaling=BOTH),
     ]
 
 
@@ -320,7 +322,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         "--epochs",
         type=at_least(1, MOST_EPOCHS),
         metavar="N",
-        help=f"of a run, the first to warm up (GPUs: {GPU_EPOCHS}, CPU: {sweep.EPOCHS})",
+        help=f"of a run, the first to warm up (GPUs: {GPU_EPOCHS}, CPU: {sweep_execution.EPOCHS})",
     )
     parser.add_argument(
         "--repeats",

@@ -23,10 +23,12 @@ from trainkit.config.command_line import (
 from trainkit.config.options import MOST_IMAGES
 from trainkit.data import staging
 from trainkit.errors import UserError, entrypoint, print_line
-from trainkit.jobs import local, submission, sweep, variation
+from trainkit.jobs import local, submission, sweep_execution, variation
 from trainkit.jobs.program import add_options
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES, Stage
+from trainkit.jobs.sweep import Sweep
+from trainkit.jobs.sweep_plan import STRONG, Grid, PlannedRun
 
 NOTES = """\
 Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
@@ -101,7 +103,7 @@ def main() -> int:
     if planned_sweep.why_here:
         print_line(f"{planned_sweep.why_here}: one run at a time, as processes of this machine")
     with planned_sweep.claim(stages[0].words if is_users_own else ()):
-        return sweep.run(
+        return sweep_execution.run(
             planned_sweep,
             runs,
             own_options.max_jobs,
@@ -109,7 +111,7 @@ def main() -> int:
         )
 
 
-def _grid(own_options: argparse.Namespace, stages: tuple[Stage, ...]) -> sweep.Grid:
+def _grid(own_options: argparse.Namespace, stages: tuple[Stage, ...]) -> Grid:
     """Return the lists of which every combination is run.
 
     Raises:
@@ -118,7 +120,7 @@ def _grid(own_options: argparse.Namespace, stages: tuple[Stage, ...]) -> sweep.G
     batch_sizes = own_options.batch_size
     if batch_sizes is None:
         batch_sizes = (None,) if own_options.plain else DEFAULT_BATCH_SIZES
-    return sweep.Grid(
+    return Grid(
         stages=stages,
         gpus=own_options.gpus,
         batch_sizes=batch_sizes,
@@ -131,7 +133,7 @@ def _grid(own_options: argparse.Namespace, stages: tuple[Stage, ...]) -> sweep.G
     )
 
 
-def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) -> sweep.Sweep:
+def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) -> Sweep:
     """Return what all runs share.
 
     Raises:
@@ -141,7 +143,7 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
     opts = submission.read_options(stage, arguments, site)
     why_here = submission.why_local(own_options.local)
     folder = own_options.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
-    return sweep.Sweep(
+    return Sweep(
         folder=folder.absolute(),
         arguments=tuple(arguments),
         opts=opts,
@@ -156,7 +158,7 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
     )
 
 
-def _print_runs(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> None:
+def _print_runs(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
     width = max(len(run.name) for run in runs)
     for run in runs:
         state = "finished" if planned_sweep.finished(run.name) else "to run"
@@ -164,10 +166,10 @@ def _print_runs(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> Non
         if run.stage.is_users_own or run.settings:
             command = [*run.stage.command, *planned_sweep.script_arguments(run)]
             print_line(f"    {shlex.join(command)}")
-    sweep.print_plan(planned_sweep, runs)
+    sweep_execution.print_plan(planned_sweep, runs)
 
 
-def _warn_of_shared_files(planned_sweep: sweep.Sweep, runs: list[sweep.PlannedRun]) -> None:
+def _warn_of_shared_files(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
     """Say that the runs of a plain script share a working folder, unless they have one of their own."""
     names = variation.in_braces(planned_sweep.arguments)
     if planned_sweep.plain and len(runs) > 1 and not planned_sweep.chdir and variation.FOLDER not in names:
@@ -224,9 +226,9 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     _add_jobs(parser)
     parser.add_argument(
         "--epochs",
-        default=str(sweep.EPOCHS),
+        default=str(sweep_execution.EPOCHS),
         metavar="N",
-        help=f"of every run (default: {sweep.EPOCHS}, the first to warm up)",
+        help=f"of every run (default: {sweep_execution.EPOCHS}, the first to warm up)",
     )
     own_words, for_training = submission.split(sys.argv[1:])
     own_options, unknown = parser.parse_known_args(own_words)
@@ -396,7 +398,7 @@ def _check_batch_of_plain(own_options: argparse.Namespace, arguments: list[str])
         raise UserError(
             f"the arguments of {script} have {{{min(names)}}}: give --batch-size in front of --plain."
         )
-    if own_options.scaling != sweep.STRONG and not names:
+    if own_options.scaling != STRONG and not names:
         raise UserError(f"--scaling needs --batch-size, and {{batch}} among the arguments of {script}.")
 
 

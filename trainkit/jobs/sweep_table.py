@@ -127,6 +127,12 @@ def read(folder: Path) -> Row | None:
     return None
 
 
+def has_finished(folder: Path) -> bool:
+    """Return whether the run in `folder` has ended well."""
+    row = read(folder)
+    return row is not None and row.state == "finished"
+
+
 def write(sweep: Path) -> list[tuple[str, ...]]:
     """Write the rows of all runs of a sweep to its CSV; return them as text to print, the titles first."""
     of_folders = [read(path.parent) for path in sweep.glob(f"*/{ROW}")]
