@@ -13,7 +13,7 @@ from forking import Forking
 from test_comparison import ddp, write_run
 
 from trainkit.advice.advice import Constraints, advise
-from trainkit.advice.report import AnswerText
+from trainkit.advice.report import AnswerText, compare_and_answer
 from trainkit.config.options import parse_options
 from trainkit.record import records
 
@@ -199,6 +199,21 @@ def test_arguments_that_belong_to_the_number_of_devices_make_no_sets(asked: Aske
     runs(tmp_path / "other", counts=(2,), arguments="--accumulate=4")
     done = asked(tmp_path, "--json")
     assert done.returncode == 1 and "sets that cannot be fitted together: 1: arguments" in done.stderr
+
+
+def test_a_sweep_over_a_setting_ends_with_how_to_ask_about_one_value(
+    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for lr in (0.1, 1.0):
+        runs(tmp_path / "sweep" / f"lr-{lr}", lr=lr)
+    sweep = tmp_path / "sweep"
+    assert compare_and_answer([sweep], sweep, Constraints()) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "" and "one set of runs at a time" in printed.out
+    _, _, *arguments = shlex.split(printed.out.splitlines()[-1])
+    assert "Ask for" in succeeded(asked(*arguments, "--out", tmp_path)).stdout
+    page = (sweep / "comparison.html").read_text()
+    assert "one set of runs at a time" in page and "No answer" not in page
 
 
 def test_one_global_batch_says_nothing_of_others(answered: Callable[..., dict], tmp_path: Path) -> None:

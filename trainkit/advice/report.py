@@ -4,6 +4,7 @@ import math
 import shlex
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +23,7 @@ from trainkit.advice.advice import (
     interval,
     read_all_reduces,
 )
-from trainkit.advice.run_set import sets
+from trainkit.advice.run_set import NamedRuns, sets
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, doubts, page
 from trainkit.compare.page import Command, Heading, Page
@@ -58,6 +59,28 @@ TO_KNOW_BETTER = "To know better"
 NOT_REACHED = "not reached"
 
 
+class SeveralSetsError(UserError):
+    """The runs belong to several sets, which cannot be fitted together, as those of a sweep over a setting.
+
+    Attributes:
+        sentence: the same as an answer, where that is nothing to correct.
+    """
+
+    def __init__(self, run_sets: Sequence[NamedRuns]) -> None:
+        clauses = []
+        for number, (name, rows) in enumerate(run_sets, start=1):
+            clauses.append(f"{number}: {name} ({rows.run_id.nunique()} runs)")
+        listed = "; ".join(clauses)
+        super().__init__(
+            f"these runs are of {len(run_sets)} sets that cannot be fitted together: {listed}. Choose one "
+            "with --set N."
+        )
+        self.sentence = (
+            f"How many GPUs to ask for is answered for one set of runs at a time. Here are {len(run_sets)}: "
+            f"{listed}."
+        )
+
+
 class FoundAnswer(NamedTuple):
     """The answer for the runs of some files, and a sentence for each thing left out."""
 
@@ -88,13 +111,7 @@ def _choose_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
         return run_sets[number - 1].rows
     if len(run_sets) == 1:
         raise UserError("these runs are of one set: leave out --set.")
-    clauses = [
-        f"{i}: {name} ({runs.run_id.nunique()} runs)" for i, (name, runs) in enumerate(run_sets, start=1)
-    ]
-    raise UserError(
-        f"these runs are of {len(run_sets)} sets that cannot be fitted together: {'; '.join(clauses)}. "
-        "Choose one with --set N."
-    )
+    raise SeveralSetsError(run_sets)
 
 
 # --- answers that cannot be right -------------------------------------------------------------------
@@ -462,6 +479,9 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
         try:
             answer, skipped = answer_for(paths, constraints)
             report(answer, constraints, out, skipped)
+        except SeveralSetsError as error:
+            command = ["python", "results/how_many_gpus.py", out, "--set", 1]
+            print_line(f"{page.wrapped(error.sentence)}\nFor the first:\n    {_shell_line(command)}")
         except UserError as error:
             print_line(str(error))
     return code
@@ -471,6 +491,8 @@ def page_of_answer(paths: list[Path], constraints: Constraints) -> Page:
     """Return the answer as how_many_gpus.md has it, without the figure, or why there is none."""
     try:
         answer, skipped = answer_for(paths, constraints)
+    except SeveralSetsError as error:
+        return Page("How many GPUs?", [f"{error.sentence} The option --set of how_many_gpus.py takes one."])
     except UserError as error:
         return Page("How many GPUs?", [f"No answer: {error}"])
     return _page(answer, _notes(answer, skipped), [])
