@@ -6,6 +6,7 @@ script, stays in the repository.
 """
 
 import json
+import posixpath
 import re
 import shutil
 import subprocess
@@ -15,33 +16,46 @@ from pathlib import Path
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.util.matching import patfilter
 
 sys.path.insert(0, str(Path(__file__).parent))
 import slides
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# Below each page those that belong to it, in the order of the course. A `*` stands for all others.
+# Below each page those that belong to it, in the order of the course: their addresses from that page. A `*`
+# stands for all that are named nowhere here, so that a new page has a place.
 CONTENTS = {
     "README": {
         "The course": ["01_singlegpu/README", "02_multigpu_dp/README", "03_multigpu_ddp/README"],
         "Your own jobs": ["YOUR_TRAINING", "slurm/README", "results/README"],
         "For instructors": ["INSTRUCTORS"],
         "Reference": ["GLOSSARY", "03_multigpu_ddp/DOS_AND_DONTS", "trainkit/README"],
-        "Contributing": ["CONTRIBUTING", "CHANGELOG"],
+        "Contributing": ["CONTRIBUTING", "*"],
     },
-    "01_singlegpu/README": {"": ["FAST", "exercises/README"]},
-    "02_multigpu_dp/README": {"": ["The notebook <multi_gpu>", "exercises/README"]},
-    "03_multigpu_ddp/README": {"": ["STARTING", "SCALING", "beyond/README", "exercises/README"]},
+    "01_singlegpu/README": {"": ["FAST", "*", "exercises/README"]},
+    "02_multigpu_dp/README": {"": ["The notebook <multi_gpu>", "*", "exercises/README"]},
+    "03_multigpu_ddp/README": {"": ["STARTING", "SCALING", "*", "beyond/README", "exercises/README"]},
     "03_multigpu_ddp/beyond/README": {"": ["DOES_NOT_FIT", "GPT", "*", "complete/*/README"]},
     "01_singlegpu/exercises/README": {"": ["*/README"]},
     "02_multigpu_dp/exercises/README": {"": ["*/README"]},
     "03_multigpu_ddp/exercises/README": {"": ["*/README"]},
     "YOUR_TRAINING": {"": ["03_multigpu_ddp/CHECKPOINTS", "03_multigpu_ddp/OUR_LOOP"]},
-    "slurm/README": {"": ["DATA", "MONITORING", "practice_cluster/README", "containers/README"]},
-    "results/README": {"": ["METHODS", "sample/README", "../tools/bench/README"]},
+    "slurm/README": {"": ["DATA", "MONITORING", "*", "practice_cluster/README", "*/README"]},
+    "results/README": {"": ["METHODS", "*", "sample/README", "../tools/bench/README"]},
     "results/sample/README": {"": ["h100/README", "h100/one_gpu/README", "*/README"]},
     "CONTRIBUTING": {"": ["tests/README"]},
+}
+
+
+def _docname(below: str, entry: str) -> str:
+    """The page that an entry of the contents names, or the pattern that it is."""
+    address = entry.partition("<")[2].rstrip(">") or entry
+    return posixpath.normpath(posixpath.join(posixpath.dirname(below), address))
+
+
+NAMED = {
+    _docname(below, entry) for below, parts in CONTENTS.items() for part in parts.values() for entry in part
 }
 IMAGE = re.compile(r"!\[[^]]*\]\(")
 
@@ -97,9 +111,17 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace("`site/slides.html`", f'<a href="{slides.PAGE}.html">the slides</a>')
     # MyST joins the lines of a picture's description without a space.
     source[0] = IMAGE.sub(lambda image: image[0].replace("\n", "&#32;\n"), source[0])
-    for caption, pages in CONTENTS.get(docname, {}).items():
+    for caption, entries in CONTENTS.get(docname, {}).items():
         title = [f":caption: {caption}"] if caption else []
-        source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", ":glob:", *title, "", *pages, "```\n"])
+        pages = [page for entry in entries for page in _expanded(app, docname, entry)]
+        source[0] += "\n".join(["\n\n```{toctree}", ":hidden:", *title, "", *pages, "```\n"])
+
+
+def _expanded(app: Sphinx, below: str, entry: str) -> list[str]:
+    if "*" not in entry:
+        return [entry]
+    matching = patfilter(app.env.found_docs, _docname(below, entry))
+    return [f"/{page}" for page in sorted({*matching} - NAMED - {below, app.config.root_doc})]
 
 
 def _cells(notebook: dict) -> list[str]:
