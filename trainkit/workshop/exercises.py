@@ -9,14 +9,14 @@ Every exercise is a folder next to its stage's check.py, such as `02_clock`, and
 
 In check.py `ANSWERS` has the lines of answers.txt, where the learner finds a `?` for each answer, and
 `HINTS` has three, each under a line that begins with `## `. There may also be `SOLUTION`, for each file of
-starter/ that changes a diff whose hunks begin with a line `@@`, `GIVEN`, folders of the repository by their
-place in mine/, and `RECORDED`, what learners take who cannot run the exercise: a log, a folder with the
-files of runs, or a CSV with the rows of many runs, each with the names of the runs to take, or none for all
-that is there. For test_exercises.py it has
-`STARTS_WITH`, a part of the answer to the untouched starter, and `WRONG`, typical wrong answers: (file in
-mine/, text of the solution, its replacement, part of the resulting hint); for runs, the file may be
-`runs/*.csv`. `TOLD_WHEN_DONE` has mistakes of the same form that the check names although the exercise is
-done, as they are of an extra part.
+starter/ that changes a diff whose hunks begin with a line `@@`, and `RECORDED`, what learners take who cannot
+run the exercise: a log, a folder with the files of runs, or a CSV with the rows of many runs, each with the
+names of the runs to take, or none for all that is there.
+
+For test_exercises.py it has `STARTS_WITH`, a part of the answer to the untouched starter, and `WRONG`,
+typical wrong answers: (file in mine/, text of the solution, its replacement, part of the resulting hint); for
+runs, the file may be `runs/*.csv`. `TOLD_WHEN_DONE` has mistakes of the same form that the check names
+although the exercise is done, as they are of an extra part.
 """
 
 import ast
@@ -152,8 +152,6 @@ class Exercise:
             folder.mkdir(exist_ok=True)
             if starter.exists():
                 shutil.copytree(starter, folder, dirs_exist_ok=True)
-            for name, source in self.plain.get("GIVEN", {}).items():
-                shutil.copytree(self.folder.parents[2] / source, folder / name)
             (folder / ANSWERS).write_text(blank)
 
     def diff(self) -> str:

@@ -1,0 +1,57 @@
+"""A batch in micro-batches with DistributedDataParallel. The function `step` has two mistakes.
+
+Try: torchrun --standalone --nproc-per-node=2 exercises/11_no_sync/mine/accumulate.py
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+PARTS = 4
+
+
+def step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: tuple, parts: int) -> None:
+    """One step of the optimizer with this rank's share of a batch, in `parts` micro-batches."""
+    images, labels = batch
+    optimizer.zero_grad()
+    for inputs, targets in zip(images.chunk(parts), labels.chunk(parts), strict=True):
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+    optimizer.step()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    for parts in (1, PARTS):
+        torch.manual_seed(1)
+        model = DistributedDataParallel(nn.Linear(20, 10))
+        exchanges = count_exchanges(model)
+        images = torch.randn(64, 20)
+        labels = torch.randint(10, (64,))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, optimizer, (images[rank::size], labels[rank::size]), parts)
+        if rank == 0:
+            print(f"{parts} part(s): {len(exchanges)} exchange(s),", end=" ")
+            print(f"size of the gradient {model.module.weight.grad.norm():.4f}")
+    dist.destroy_process_group()
+
+
+def count_exchanges(model: DistributedDataParallel) -> list[int]:
+    """Return a list that gets an entry for each exchange of gradients: how many numbers it had."""
+    exchanges = []
+
+    def average(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        exchanges.append(bucket.buffer().numel())
+        numbers = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(numbers, async_op=True).get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, average)
+    return exchanges
+
+
+if __name__ == "__main__":
+    main()
