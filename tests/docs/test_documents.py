@@ -38,9 +38,7 @@ TEST = re.compile(r"\[(test_\w+)\]\(([^)#]+)\)")
 CODE = re.compile(r"`[^`\n]*`")
 # Commands that other tests run, or that are the test itself.
 RUN_ELSEWHERE = {
-    "make learn",  # test_exercises.py
-    "make compare",  # test_make_compare.py
-    'make compare ARGS="--epochs 10 --batch-size 512"',
+    'make compare ARGS="--epochs 10 --batch-size 512"',  # test_make_compare.py
     "make test",
     "make test-all",
     "torchrun --standalone --nproc-per-node=2 plain_ddp.py --epochs 1",  # test_plain.py

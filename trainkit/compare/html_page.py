@@ -24,11 +24,12 @@ TEMPLATE = Template("""\
 <title>$title</title>
 <style>
 :root { color-scheme: light dark }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
+p, li { max-width: 50rem }
 div { overflow-x: auto }
 table { border-collapse: collapse; font-size: 0.9rem; white-space: nowrap }
 td { font-variant-numeric: tabular-nums }
-th, td { padding: 0.2rem 0.5rem; border-bottom: 1px solid #8886; text-align: right }
+th, td { padding: 0.2rem 0.4rem; border-bottom: 1px solid #8886; text-align: right }
 .left { text-align: left }
 img { width: 44rem; max-width: 100%; border-radius: 4px }
 figure { margin: 1.5rem 0 }
