@@ -1,6 +1,7 @@
 """Runs the learner's script in two processes, as torchrun would, and watches its calls of PyTorch."""
 
 import os
+import re
 import tempfile
 from collections import Counter
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.data import synthetic
 from trainkit.distributed.launchers import free_port
+from trainkit.jobs import slurm
 from trainkit.workshop.ranks import TIMEOUT, in_ranks
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
@@ -117,6 +119,7 @@ SOLUTION = {
 }
 STARTS_WITH = "`prediction`"
 SCRIPT = "train.py"
+LOG = "job.txt"
 TRAIN = 96  # images
 VALIDATE = 65  # images, which two ranks cannot share evenly
 Seen = dict[str, object]
@@ -140,10 +143,35 @@ def check(workspace: Workspace) -> str:
         perfect(parts / "last.pt")
         wrong_resume(ranks, run(program, parts, epochs=2))
     return (
-        "It is now a DDP script: equal weights, every image once, one writer, and it goes on where it ended. "
+        "It is now a DDP script: equal weights, every image once, one writer, and it resumes where it ended. "
+        f"{job(workspace)} "
         f"You predicted that {prediction:.0f} processes train to the end: both do. Each trains the same "
         "network by itself, and both write the same files, without any error."
     )
+
+
+def job(workspace: Workspace) -> str:
+    """Return a sentence on the job that ran the script."""
+    if not (workspace.folder / LOG).exists():
+        if slurm.why_not_here():
+            return "Submit it as a job when you are on a cluster."
+        raise Wrong(
+            "The script is right, and there is a Slurm here: submit it as the README says, and check again."
+        )
+    text = workspace.text(LOG)
+    epochs = re.findall(r"^epoch (\d+): loss", text, re.MULTILINE)
+    if not epochs:
+        raise Wrong(
+            f"mine/{LOG} has no epoch: wait if the job still runs. If digits/last.pt was there, it had "
+            f"nothing left to do. Its last words: {text.strip()[-200:]}"
+        )
+    if len(epochs) > len(set(epochs)):
+        raise Wrong(
+            f"mine/{LOG} has epoch {epochs[0]} more than once: the processes of the job did not meet, or the "
+            "log is that of several jobs, with digits/last.pt removed between them. Remove the log, and "
+            "submit again."
+        )
+    return f"As a job it has trained {len(epochs)} epochs."
 
 
 def perfect(last: Path) -> None:
