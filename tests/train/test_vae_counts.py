@@ -10,7 +10,7 @@ import torch
 from conftest import BEYOND, COMPLETE, Script, ran, succeeded
 
 SCRIPT = COMPLETE / "vae_counts.py"
-PAGE = BEYOND / "GENE_COUNTS.md"
+PAGE = BEYOND / "SPECIAL_LOSSES.md"
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 

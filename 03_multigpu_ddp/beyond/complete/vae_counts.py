@@ -1,4 +1,4 @@
-"""Train a variational autoencoder on gene counts with DistributedDataParallel; the page is GENE_COUNTS.md.
+"""Train a variational autoencoder on gene counts with DistributedDataParallel; the page is SPECIAL_LOSSES.md.
 
 Try: torchrun --standalone --nproc-per-node=2 vae_counts.py --epochs 100 --gamma 0.95 --patience 3
 """
