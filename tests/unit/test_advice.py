@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -214,6 +215,21 @@ def test_a_sweep_over_a_setting_ends_with_how_to_ask_about_one_value(
     assert "Ask for" in succeeded(asked(*arguments, "--out", tmp_path)).stdout
     page = (sweep / "comparison.html").read_text()
     assert "one set of runs at a time" in page and "No answer" not in page
+
+
+def test_speeds_are_told_in_the_unit_of_the_training(asked: Asked, tmp_path: Path) -> None:
+    folder = runs(tmp_path)
+    in_images = succeeded(asked(folder, "--out", tmp_path)).stdout
+    for path in folder.glob("*.csv"):
+        rows = [
+            f"{row['epoch']}\ttokens_per_s\t\t{1000 * row['images_per_s']}\n" for row in records.read(path)
+        ]
+        records.beside(path, "metrics").write_text("epoch\tmetric\tof\tvalue\n" + "".join(rows))
+    in_tokens = succeeded(asked(folder, "--out", tmp_path)).stdout
+    speeds = [re.search(r": ([\d,]+)\s[^:]*?(\w+)/s,", text) for text in (in_images, in_tokens)]
+    assert [speed[2] for speed in speeds] == ["images", "tokens"]
+    images, tokens = (int(speed[1].replace(",", "")) for speed in speeds)
+    assert tokens == 1000 * images and "images" not in in_tokens
 
 
 def test_one_global_batch_says_nothing_of_others(answered: Callable[..., dict], tmp_path: Path) -> None:

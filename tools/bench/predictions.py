@@ -218,6 +218,8 @@ def measure(law: Law, random: np.random.Generator) -> pd.DataFrame:
                     "images": steps * batch,
                     "train_seconds": seconds,
                     "images_per_s": steps * batch / seconds,
+                    "unit": "images",
+                    "per_sample": 1,
                     "eval_seconds": EVALUATION_SECONDS,
                     "elapsed_s": elapsed,
                     "test_accuracy": math.nan,

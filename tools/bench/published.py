@@ -115,6 +115,8 @@ def as_runs(series: dict) -> pd.DataFrame:
                     "images": steps * batch,
                     "train_seconds": seconds,
                     "images_per_s": throughput,
+                    "unit": "images",
+                    "per_sample": 1,
                     "eval_seconds": 0.0,
                     "elapsed_s": elapsed,
                     "test_accuracy": math.nan,

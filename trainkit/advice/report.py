@@ -51,7 +51,7 @@ MOST_ERROR = 0.3
 LEGEND = (
     "In brackets: the 90 % interval. eff. %: speedup over one device with the same global batch (or as a "
     "note says), divided by the devices. minutes: from the start of the process, with its evaluations. pays "
-    "from: images per epoch from which a run, with its start, finishes before a run on one device; 0: at "
+    "from: {samples} per epoch from which a run, with its start, finishes before a run on one device; 0: at "
     "any size."
 )
 HOW_FAR_TO_TRUST = "How far may I trust this?"
@@ -220,6 +220,10 @@ class AnswerText:
         self.on_cpu = comparison.is_cpu(rows.device_name.iloc[0])
         self.unit = "CPU worker" if self.on_cpu else "GPU"
         self.hours = "worker-hours" if self.on_cpu else "GPU-hours"
+        self.samples = comparison.samples_in_words(rows)
+        has_one_unit = rows.unit.nunique() == 1
+        self.speed_unit = rows.unit.iloc[0] if has_one_unit else comparison.SAMPLES
+        self.per_sample = rows.per_sample.median() if has_one_unit else 1
         self.why = answer.why.replace("GPU-hours", self.hours)
 
     def layout(self, option: Option) -> str:
@@ -238,10 +242,8 @@ class AnswerText:
         goal = self.answer.goal
         if best is None:
             return f"No recommendation for {goal}: {self.why}."
-        numbers = (
-            f"{text(best.images_per_s)} images/s, {text(best.seconds / 60)} min and {text(best.hours)} "
-            f"{self.hours}"
-        )
+        speed = f"{text(self.per_sample * best.images_per_s)} {self.speed_unit}/s"
+        numbers = f"{speed}, {text(best.seconds / 60)} min and {text(best.hours)} {self.hours}"
         if self.price:
             numbers += f", which cost {text(self.price * best.hours)},"
         purpose = f"to {goal}" if "accuracy" in goal else f"for {goal}"
@@ -288,7 +290,7 @@ class AnswerText:
                 "devices": str(option.shape.devices),
                 "nodes": str(option.shape.nodes),
                 "batch": str(option.global_batch),
-                "images/s": text(option.images_per_s),
+                f"{self.speed_unit}/s": text(self.per_sample * option.images_per_s),
                 "eff. %": text(100 * option.efficiency),
                 "minutes": text(option.seconds / 60, infinite=NOT_REACHED),
                 self.hours: text(option.hours, infinite=NOT_REACHED),
@@ -302,6 +304,10 @@ class AnswerText:
         if (table.nodes == "1").all():
             table = table.drop(columns="nodes")
         return table, [f"{mark} {note}." for note, mark in notes.items()]
+
+    def legend(self) -> str:
+        """Say what the columns of the table mean."""
+        return LEGEND.format(samples=self.samples)
 
     def trust(self) -> list[str]:
         """Say how far to trust the answer: the model and its error, the intervals, doubtful measurements."""
@@ -508,7 +514,7 @@ def _notes(answer: AnswerText, skipped: list[str]) -> list[str]:
 def _print(answer: AnswerText, notes: list[str]) -> None:
     table, marks = answer.table(answer.best_options())
     print_line(f"{page.wrapped(answer.answered())}\n\n{page.plain(_on_two_lines(table))}\n")
-    sentences = [LEGEND, *marks, *answer.unknown(), *notes]
+    sentences = [answer.legend(), *marks, *answer.unknown(), *notes]
     print_line("\n".join(map(page.wrapped, sentences)) + "\n")
     print_line(page.wrapped(f"{HOW_FAR_TO_TRUST} {' '.join(answer.trust())}") + "\n")
     runs = answer.next_runs()
@@ -532,7 +538,7 @@ def _page(answer: AnswerText, notes: list[str], written: list[str]) -> Page:
     blocks = [
         answer.answered(),
         table,
-        [LEGEND, *marks, *answer.unknown(), *notes],
+        [answer.legend(), *marks, *answer.unknown(), *notes],
         Heading(HOW_FAR_TO_TRUST),
         " ".join(answer.trust()),
     ]

@@ -221,15 +221,16 @@ def _epochs_needed(rows: pd.DataFrame, images: int, target: float | None, epochs
     most_epochs = epochs or int(rows.epoch.max())
     # Runs on less data learn less in an epoch.
     on_all_images = rows[rows.images + rows.global_batch > images]
-    goal = f"test accuracy, on {images:,} images"
+    data = f"{images:,} {comparison.samples_in_words(rows)}"
+    goal = f"test accuracy, on {data}"
     if target is not None:
         return _epochs_to_target(on_all_images, target, most_epochs, f"{target:g} % {goal}")
     if not epochs:
         target = _reached_by_most(on_all_images)
         if target is not None:
-            goal = f"{target:g} % test accuracy (half of the batches reach it), on {images:,} images"
+            goal = f"{target:g} % test accuracy (half of the batches reach it), on {data}"
             return _epochs_to_target(on_all_images, target, most_epochs, goal)
-    return FixedEpochs(most_epochs, goal=f"{most_epochs} epoch(s) of {images:,} images")
+    return FixedEpochs(most_epochs, goal=f"{most_epochs} epoch(s) of {data}")
 
 
 def _epochs_to_target(rows: pd.DataFrame, target: float, most_epochs: int, goal: str) -> EpochsToTarget:

@@ -40,6 +40,9 @@ _ONLY_WARMUP = "only a warm-up epoch, so its throughput is not known (needs --ep
 # The relative difference of two learning rates, recorded with six digits, that is none.
 _SAME_LR = 1e-4
 
+# What every training has, whatever its unit.
+SAMPLES = "samples"
+
 # A row of the table, as `DataFrame.itertuples` gives it.
 TableRow = tuple
 
@@ -151,10 +154,15 @@ def in_its_unit(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     Rows of several units keep the speeds in samples.
     """
     if table.unit.nunique() > 1:
-        return table, "samples"
+        return table, SAMPLES
     speeds = ["images_per_s", "slowest", "fastest"]
     scaled = table[speeds].mul(table.per_sample, axis="index")
     return table.assign(**scaled), table.unit.iloc[0]
+
+
+def samples_in_words(rows: pd.DataFrame) -> str:
+    """Return what to call the samples of these runs: images, unless a training tells its speed in others."""
+    return records.IMAGES if (rows.unit == records.IMAGES).all() else SAMPLES
 
 
 def compare(table: pd.DataFrame) -> pd.DataFrame:
