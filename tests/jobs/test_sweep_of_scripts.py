@@ -13,13 +13,15 @@ from conftest import failed, succeeded
 
 # Without PyTorch. It takes up what another run has saved where it saves.
 SCRIPT = """
-import argparse, os, sys
+import argparse, os, signal, sys
 parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float)
 parser.add_argument("--batch_size", type=int)
 parser.add_argument("--dir", default=".")
 parser.add_argument("config", nargs="*")
 args = parser.parse_args()
+if args.lr == 8:
+    os.kill(os.getpid(), signal.SIGKILL)
 if args.lr > 1:
     sys.exit("lr is too large")
 snapshot = os.path.join(args.dir, "snapshot.pt")
@@ -55,21 +57,22 @@ def test_an_option_of_a_script_is_varied_and_the_table_tells_how_its_runs_ended(
         assert done.returncode == ("9" in lrs), done.stdout + done.stderr
         return done.stdout
 
-    printed = swept("0.4,9")
+    printed = swept("0.4,8,9")
     assert re.search("^train-1gpu-batch8-lr9-r1 +9 .*lr is too large$", printed, re.MULTILINE), printed
     assert "no run has written a record" in printed
     by_run = rows(sweep)
     shown = {run: (row["state"], row["exit_code"], row["last_line"]) for run, row in by_run.items()}
     assert shown == {
         "train-1gpu-batch8-lr0.4-r1": ("finished", "0", "val loss 0.05"),
+        "train-1gpu-batch8-lr8-r1": ("failed", "137", ""),
         "train-1gpu-batch8-lr9-r1": ("failed", "1", "lr is too large"),
     }
     assert all(float(row["seconds"]) > 0 and row["batch"] == "8" for row in by_run.values())
     # It goes on: other values add runs, and what has finished is not run again.
     assert "2 runs, 1 of them finished" in swept("0.4,0.8")
-    assert {row["lr"] for row in rows(sweep).values()} == {"0.4", "9", "0.8"}
+    assert {row["lr"] for row in rows(sweep).values()} == {"0.4", "8", "9", "0.8"}
     logs = [log.read_text() for log in sweep.glob("*/job/*_0_log.out")]
-    assert len(logs) == 3 and not any("resumed" in log for log in logs)
+    assert len(logs) == 4 and not any("resumed" in log for log in logs)
 
 
 def test_runs_that_start_in_their_own_folders_do_not_find_each_others_files(checkout: Checkout) -> None:

@@ -50,9 +50,11 @@ def run(program: Program, arguments: Sequence[str], noted: bool = False) -> NoRe
         job_folder.note("finished")
         sys.exit(0)
     if exit_code < 0:
-        how = job_folder.died_of(-exit_code)
+        died = job_folder.died_of(-exit_code)
         # As a shell tells of a signal.
         exit_code = 128 - exit_code
+        # The table of a sweep has the code; why a job failed is the first line.
+        how = f"{died}\nexit code {exit_code}"
     else:
         how = f"ended with exit code {exit_code}"
     job_folder.note("failed", f"rank {dist_env.rank} {how}")
