@@ -159,7 +159,7 @@ from pathlib import Path
 asked = []
 signal.signal(signal.SIGUSR2, lambda *_: asked.append(True))
 lr, restart = sys.argv[2], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-print("lr", lr, "restart", restart, flush=True)
+print("lr", lr, "restart", restart, *sys.argv[3:], flush=True)
 if lr == "1" and restart == 0:
     while not asked:
         time.sleep(0.1)
@@ -172,7 +172,8 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
     """The sweep is killed meanwhile, and goes on with the jobs that it finds."""
     script, sweep = write(on_cluster), on_cluster.folder / "a sweep"
     script.write_text(STOPPED)
-    own = ("--out", sweep, "--max-jobs", 2, "--gpus", 1, "--vary", "lr=1,2,3", "--plain", script)
+    own = ("--out", sweep, "--max-jobs", 2, "--gpus", 1, "--vary", "lr=1,2,3")
+    own += ("--when-requeued", "--again {lr}", "--plain", script)
     log = sweep / "train-1gpu-lr1-r1" / "log.out"
     with ThreadPoolExecutor() as background:
         killed = background.submit(on_cluster.python, "slurm/sweep.py", *own)
@@ -187,7 +188,7 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
     assert done.returncode == 1, done.stdout + done.stderr
     shown = {row["lr"]: (row["state"], row["exit_code"], row["last_line"]) for row in rows(sweep).values()}
     assert shown == {
-        "1": ("finished", "0", "lr 1 restart 1"),
+        "1": ("finished", "0", "lr 1 restart 1 --again 1"),
         "2": ("finished", "0", "lr 2 restart 0"),
         "3": ("failed", "3", "lr 3 restart 0"),
     }, done.stdout

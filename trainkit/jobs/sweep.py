@@ -213,7 +213,7 @@ class Sweep:
         run_folder = self.folder / run.name
         site = self.site._replace(results_dir=run_folder)
         return Request(
-            stage=run.stage,
+            stage=self._stage(run),
             resources=run.shape,
             arguments=self.script_arguments(run),
             site=site,
@@ -226,6 +226,15 @@ class Sweep:
             # Else those of runs with fewer workers would have more threads each.
             threads=1 if self.why_here else None,
         )
+
+    def _stage(self, run: PlannedRun) -> Stage:
+        """Return the stage of the run, with what its program gets when it comes back (--when-requeued)."""
+        program = run.stage.program
+        if program is None:
+            return run.stage
+        values = {**self._values_in_braces(run), **dict(run.settings)}
+        words = variation.filled(program.when_requeued, settings=(), known=values)
+        return run.stage.with_program(replace(program, when_requeued=words))
 
     def attach(self, run: PlannedRun) -> Handle | None:
         """Return the latest job of `run`, also of an earlier call, or None if there is none."""
