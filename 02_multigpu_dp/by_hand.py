@@ -50,7 +50,7 @@ def main() -> None:
     opts = opts.resolve_batch_size(count, "replicas")
     set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
-    take_all_gpus(opts.seed)  # each drops other neurons
+    take_all_gpus(opts.seed)  # each drops different neurons
     torch.set_num_threads(max(torch.get_num_threads() // count, 1))  # the replicas share the cores
 
     # By default all images go to the device once and stay there.
@@ -66,7 +66,7 @@ def main() -> None:
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     run = Run("dp-by-hand", opts, dist_env, train_set, model, optimizer, lr_scheduler, devices=count)
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         seconds = Counter()
         for replica in replicas:

@@ -30,7 +30,7 @@ def main() -> None:
     opts = opts.resolve_batch_size(gpus, "GPUs")
     set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
-    take_all_gpus(opts.seed)  # each drops other neurons
+    take_all_gpus(opts.seed)  # each drops different neurons
 
     # By default all images go to the device once and stay there.
     train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
@@ -51,7 +51,7 @@ def main() -> None:
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     run = Run("dp", opts, dist_env, train_set, model, optimizer, lr_scheduler, devices=max(gpus, 1))
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):

@@ -32,7 +32,7 @@ FOLDER = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
 # Slurm sends USR2 a minute before the time limit, if the job script has `#SBATCH --signal=USR2@60`, and
 # SIGTERM at the limit and when it preempts the job. Without a handler each of them ends Python.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
-CHECK_STEPS = 10  # after so many steps the ranks ask each other whether to stop
+CHECK_STEPS = 10  # every so many steps, the ranks ask each other whether to stop
 
 
 class Net(nn.Module):
@@ -156,7 +156,7 @@ def main() -> None:
         "worker_init_fn": obey_the_trainer,
         "generator": worker_seeds,
     }
-    # 2. Take a share of every batch, and of the test images.
+    # 2. Take one shard of every batch, and of the test images.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size {args.batch_size} does not divide among {world_size} ranks")
     sampler = ResumableSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
@@ -188,7 +188,7 @@ def main() -> None:
             state = {name: part.state_dict() for name, part in parts.items()}
             state |= {"settings": settings, "epoch": epoch, "step": step, "rank_states": rank_states}
             write_whole(state, checkpoint)
-        dist.barrier()  # a rank that ended now could have rank 0 ended before the file is written
+        dist.barrier()  # a rank that exits early could take rank 0 with it, before the file is written
 
     first_epoch = 1
     step = 0
@@ -204,7 +204,7 @@ def main() -> None:
         set_random_states(rank_state["random"], device)
         first_epoch = saved["epoch"]
         step = saved["step"]
-    # All ranks have to begin at the same step, or they would wait for each other without end.
+    # All ranks have to begin at the same step, or they would wait for each other for ever.
     begins = [None] * world_size
     dist.all_gather_object(begins, (first_epoch, step))
     if len(set(begins)) > 1:

@@ -13,6 +13,7 @@ So is the notebook of stage 02: it is run, and what every run without a GPU show
 the tag `fresh` measures. Its outputs are the reader's own, and none are committed.
 """
 
+import ast
 import base64
 import csv
 import difflib
@@ -99,16 +100,37 @@ def up_to_date(readme: Path) -> str:
 
 
 def _diff(folder: Path, *names: str) -> str:
+    """What changes between two files, from their first line of code: what each says of itself is left out."""
     before, after = (folder / name for name in names)
-    lines = difflib.unified_diff(
-        before.read_text().splitlines(),
-        after.read_text().splitlines(),
-        before.name,
-        after.name,
-        n=1,
-        lineterm="",
+    lines = list(
+        difflib.unified_diff(
+            before.read_text().splitlines(),
+            after.read_text().splitlines(),
+            before.name,
+            after.name,
+            n=1,
+            lineterm="",
+        )
     )
-    return "\n".join(["```diff", *lines, "```"])
+    header, body = lines[:2], lines[2:]
+    starts = [number for number, line in enumerate(body) if line.startswith("@@")]
+    hunks = [body[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    first_code_line = _first_code_line(before)
+    kept = [hunk for hunk in hunks if _last_line_before(hunk[0]) >= first_code_line]
+    return "\n".join(["```diff", *header, *(line for hunk in kept for line in hunk), "```"])
+
+
+def _first_code_line(path: Path) -> int:
+    """The number of the first line after the docstring of a Python file; 1 in other files."""
+    if path.suffix != ".py":
+        return 1
+    return ast.parse(path.read_text()).body[0].end_lineno + 1
+
+
+def _last_line_before(hunk_header: str) -> int:
+    """The number of the last line of the older file that a hunk such as `@@ -5,3 +5,3 @@` shows."""
+    start, count = re.match(r"@@ -(\d+)(?:,(\d+))?", hunk_header).groups()
+    return int(start) + int(count or 1) - 1
 
 
 def _lines(folder: Path, name: str, first: str, last: str) -> str:

@@ -40,9 +40,9 @@ def main() -> None:
         parts=dist_env.world_size * opts.accumulate,
         what=f"micro-batches ({dist_env.world_size} processes x --accumulate {opts.accumulate})",
     )
-    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; DDP makes the weights equal
+    torch.manual_seed(opts.seed + dist_env.rank)  # different dropout on each rank; DDP equalises the weights
 
-    # Every rank has all images, and takes its own share of every batch.
+    # Every rank has all images, and takes its own shard of every batch.
     train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
     train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
     test_batches = eval_loader(test_set, opts, dist_env)
@@ -65,7 +65,7 @@ def main() -> None:
         lr_scheduler,
         gradient_accumulation_steps=opts.accumulate,
     )
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):

@@ -75,9 +75,9 @@ def main() -> None:
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
     set_float32_precision(opts.precision, dist_env.device)
-    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; rank 0's weights go to all
+    torch.manual_seed(opts.seed + dist_env.rank)  # different dropout on each rank; rank 0's weights go to all
 
-    # Every rank has all images, and takes its own share of every batch.
+    # Every rank has all images, and takes its own shard of every batch.
     train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
     train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
     test_batches = eval_loader(test_set, opts, dist_env)
@@ -100,7 +100,7 @@ def main() -> None:
         lr_scheduler,
         devices=dist_env.world_size,
     )
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):

@@ -41,9 +41,9 @@ def main() -> None:
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
     set_float32_precision(opts.precision, dist_env.device)
-    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; rank 0's weights go to all
+    torch.manual_seed(opts.seed + dist_env.rank)  # different dropout on each rank; rank 0's weights go to all
 
-    # Every rank has all images, and takes its own share of every batch.
+    # Every rank has all images, and takes its own shard of every batch.
     train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
     train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
     test_batches = eval_loader(test_set, opts, dist_env)
@@ -65,7 +65,7 @@ def main() -> None:
         lr_scheduler,
         per_rank_state={"model": model, "optimizer": optimizer},
     )
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     # PyTorch advises DDP in place of a period of 1. Here it is measured what that costs.
     warnings.filterwarnings("ignore", "When period is 1")
     averager = PeriodicModelAverager(opts.average_every)

@@ -30,9 +30,9 @@ def main() -> None:
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
     set_float32_precision(opts.precision, dist_env.device)
-    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; DDP makes the weights equal
+    torch.manual_seed(opts.seed + dist_env.rank)  # different dropout on each rank; DDP equalises the weights
 
-    # Every rank has all images, and takes its own share of every batch.
+    # Every rank has all images, and takes its own shard of every batch.
     train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
     train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
     test_batches = eval_loader(test_set, opts, dist_env)
@@ -57,7 +57,7 @@ def main() -> None:
         lr_scheduler,
         extra_state={"scaler": scaler},
     )
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):

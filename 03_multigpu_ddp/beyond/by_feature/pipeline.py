@@ -142,7 +142,7 @@ def main() -> None:
         gradient_accumulation_steps=opts.micro_batches,
         sharded=Sharded(model, optimizer),
     )
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):

@@ -76,7 +76,7 @@ def main() -> None:
         "persistent_workers": num_workers > 0,  # they serve all epochs
         "pin_memory": device.type == "cuda",  # the GPU can fetch such a batch by itself (non_blocking)
     }
-    # 2. Take a share of every batch, and of the test images.
+    # 2. Take one shard of every batch, and of the test images.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size {args.batch_size} does not divide among {world_size} ranks")
     sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)

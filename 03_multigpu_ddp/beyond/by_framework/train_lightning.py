@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS = 5
 GLOBAL_BATCH_SIZE = 64
-CHECK_STEPS = 10  # after so many steps the ranks ask each other whether to stop
+CHECK_STEPS = 10  # every so many steps, the ranks ask each other whether to stop
 SAVE_STEPS = 50
 # The folder of the job, the same when the job comes back from the queue; by hand the one you are in.
 JOB = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))

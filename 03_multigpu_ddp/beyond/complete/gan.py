@@ -86,7 +86,7 @@ def main() -> None:
         lr_scheduler=None,
         extra_state={"critic": critic, "critic_optimizer": critic_optimizer},
     )
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         for images, _ in run.steps(epoch, train_batches):
             # The noise belongs to the step: all ranks together draw what one would.

@@ -77,7 +77,7 @@ def main() -> None:
         per_sample=opts.context,
     )
     train_loss = torch.compile(loss_of) if opts.compile else loss_of
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for tokens, targets in run.steps(epoch, train_batches):

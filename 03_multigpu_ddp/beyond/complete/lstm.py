@@ -92,7 +92,7 @@ def main() -> None:
         lr_scheduler,
         unit="sequences",
     )
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for sequences, sums in run.steps(epoch, train_batches):

@@ -99,7 +99,7 @@ def main() -> None:
     lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=opts.epochs)
 
     run = Run("ddp-resnet18", opts, dist_env, train_set, model, optimizer, lr_scheduler)
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):

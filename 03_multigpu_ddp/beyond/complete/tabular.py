@@ -80,7 +80,7 @@ def main() -> None:
     )
     torch.manual_seed(opts.seed)
 
-    # Every rank has all rows, and takes its own share of every batch.
+    # Every rank has all rows, and takes its own shard of every batch.
     train_set, test_set = load()
     train_batches = train_loader(train_set, opts, dist_env)
     test_batches = eval_loader(test_set, opts, dist_env)
@@ -102,7 +102,7 @@ def main() -> None:
         lr_scheduler,
         gradient_accumulation_steps=opts.accumulate,
     )
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for rows, labels in run.steps(epoch, train_batches):

@@ -50,7 +50,7 @@ class Training(LightningModule):
         self.optimizer, self.lr_scheduler = build_optimizer(opts, self.net, len(self.train_batches))
         stepped = self.net, self.optimizer, self.lr_scheduler
         self.run = Run("lightning", opts, dist_env, train_set, *stepped)
-        self.run.resume()  # goes on where an earlier run stopped
+        self.run.resume()  # continues where an earlier run stopped
         self.epochs = self.run.epochs()
         self.epoch = next(self.epochs, None)
         self.on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -128,7 +128,7 @@ def main() -> None:
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
     set_float32_precision(opts.precision, dist_env.device)
-    torch.manual_seed(opts.seed + dist_env.rank)  # each rank drops other neurons; DDP makes the weights equal
+    torch.manual_seed(opts.seed + dist_env.rank)  # different dropout on each rank; DDP equalises the weights
     training = Training(opts, dist_env)
     ddp = DDPStrategy(
         parallel_devices=[dist_env.device] * dist_env.local_world_size,  # it takes that of the local rank
