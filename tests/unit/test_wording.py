@@ -121,12 +121,12 @@ SENTENCES: list[tuple[Evidence, str]] = [
     ),
     (
         SlowExchange(exchange_share=0.62, network_mb_s=math.nan),
-        "the exchange of gradients takes 62 % of the training time: take a larger batch per device, or "
+        "averaging the gradients takes 62 % of the training time: take a larger batch per device, or "
         "accumulate several micro-batches (03_multigpu_ddp/beyond)",
     ),
     (
         SlowExchange(exchange_share=0.62, network_mb_s=231),
-        "the exchange of gradients takes 62 % of the training time: take a larger batch per device, or "
+        "averaging the gradients takes 62 % of the training time: take a larger batch per device, or "
         "accumulate several micro-batches (03_multigpu_ddp/beyond); each node sends and receives 231 MB/s: "
         "can its network do more (slurm/doctor.py --job)?",
     ),
@@ -159,11 +159,11 @@ SENTENCES: list[tuple[Evidence, str]] = [
     (
         HOT,
         "heat (91 C) slows down GPU 0 on n1 for 80 % of the time, to 840 of 1,400 MHz: report it to your "
-        "admin, and take another node.",
+        "admin, and use a different node.",
     ),
     (
         replace(HOT, temperature_c=math.nan, clock_mhz=math.nan),
-        "heat slows down GPU 0 on n1 for 80 % of the time: report it to your admin, and take another node.",
+        "heat slows down GPU 0 on n1 for 80 % of the time: report it to your admin, and use a different node.",
     ),
     (
         replace(HOT, cause=ThrottlingCause.POWER),
@@ -187,8 +187,8 @@ SENTENCES: list[tuple[Evidence, str]] = [
     ),
     (
         IdleGpus(gpus=1, others_work=True, power=PowerReading(63, 400, 0)),
-        "no work reaches GPU 0 on n1, while others work (63 of 400 W, utilisation 0 %): see in the log which "
-        "device its rank computes on.",
+        "no work reaches GPU 0 on n1, while other GPUs work (63 of 400 W, utilisation 0 %): look in the log for "
+        "the device that its rank computes on.",
     ),
     (
         GAPS,

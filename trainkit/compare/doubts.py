@@ -83,8 +83,8 @@ DOUBTS = (
     Doubt(
         mark="q",
         problem="the machine was not quiet",
-        evidence="one DDP worker differs by more than 10 % from single, whose work it does, or an efficiency "
-        "passes 105 %",
+        evidence="one DDP worker differs by more than 10 % from single, although both do the same work, or "
+        "an efficiency exceeds 105 %",
         remedy="measure again with --repeats 3, on an idle machine or own nodes (export "
         "SBATCH_EXCLUSIVE=exclusive)",
         holds=_was_not_quiet,
@@ -106,22 +106,22 @@ DOUBTS = (
     Doubt(
         mark="r",
         problem="the learning rates differ",
-        evidence="at equal epochs they are not those of its run on one device, so neither is the training",
+        evidence="at equal epochs they differ from those of its run on one device, so the trainings differ",
         remedy="have the schedule count samples or epochs, not steps of all ranks",
         holds=_has_other_rates,
     ),
     Doubt(
         mark="a",
         problem="the arguments differ",
-        evidence="its script had other arguments than that of its run on one device, which no other column "
-        "explains",
+        evidence="the arguments of its script differ from those of its run on one device, which no other "
+        "column explains",
         remedy="give both the same, but for what belongs to the number of devices",
         holds=_has_other_arguments,
     ),
     Doubt(
         mark="c",
         problem="the script was changed",
-        evidence="the script's text is not the same in all runs of the row, or in its run on one device",
+        evidence="the text of the script differs between runs of the row, or from that of its run on one device",
         remedy="run all with one version of it",
         holds=_has_several_scripts,
     ),

@@ -245,9 +245,7 @@ def _slow_exchange(evidence: SlowExchange, issue: Issue, is_plain: bool) -> str:
             f"; each node sends and receives {evidence.network_mb_s:.0f} MB/s: can its network do more "
             "(slurm/doctor.py --job)?"
         )
-    return (
-        f"the exchange of gradients takes {_percent(evidence.exchange_share)} of the training time: {remedy}"
-    )
+    return f"averaging the gradients takes {_percent(evidence.exchange_share)} of the training time: {remedy}"
 
 
 @_sentence.register
@@ -290,7 +288,7 @@ def _throttled_gpus(evidence: ThrottledGpus, issue: Issue, is_plain: bool) -> st
         slows_down += f", to {evidence.clock_mhz:,.0f} of {evidence.clock_limit_mhz:,.0f} MHz"
     if evidence.cause is ThrottlingCause.HEAT:
         celsius = f" ({evidence.temperature_c:.0f} C)" if evidence.temperature_c > 0 else ""
-        return f"heat{celsius} {slows_down}: report it to your admin, and take another node."
+        return f"heat{celsius} {slows_down}: report it to your admin, and use a different node."
     if evidence.cause is ThrottlingCause.POWER:
         limit = f" (power limit {evidence.power_limit_w:.0f} W)" if evidence.power_limit_w > 0 else ""
         return f"a cap{limit} {slows_down}: ask your admin why."
@@ -319,10 +317,10 @@ def _full_memory(memory: str, issue: Issue, used_share: float, remedy: str) -> s
 
 @_sentence.register
 def _idle_gpus(evidence: IdleGpus, issue: Issue, is_plain: bool) -> str:
-    others = ", while others work" if evidence.others_work else ""
+    others = ", while other GPUs work" if evidence.others_work else ""
     return (
-        f"no work reaches {name_locations(issue.locations)}{others} ({_power_words(evidence.power)}): see in "
-        "the log which device its rank computes on."
+        f"no work reaches {name_locations(issue.locations)}{others} ({_power_words(evidence.power)}): look in "
+        "the log for the device that its rank computes on."
     )
 
 
