@@ -163,7 +163,8 @@ SENTENCES: list[tuple[Evidence, str]] = [
     ),
     (
         replace(HOT, temperature_c=math.nan, clock_mhz=math.nan),
-        "heat slows down GPU 0 on n1 for 80 % of the time: report it to your admin, and use a different node.",
+        "heat slows down GPU 0 on n1 for 80 % of the time: report it to your admin, and use a different "
+        "node.",
     ),
     (
         replace(HOT, cause=ThrottlingCause.POWER),
@@ -187,8 +188,8 @@ SENTENCES: list[tuple[Evidence, str]] = [
     ),
     (
         IdleGpus(gpus=1, others_work=True, power=PowerReading(63, 400, 0)),
-        "no work reaches GPU 0 on n1, while other GPUs work (63 of 400 W, utilisation 0 %): look in the log for "
-        "the device that its rank computes on.",
+        "no work reaches GPU 0 on n1, while other GPUs work (63 of 400 W, utilisation 0 %): look in the "
+        "log for the device that its rank computes on.",
     ),
     (
         GAPS,

@@ -121,7 +121,8 @@ DOUBTS = (
     Doubt(
         mark="c",
         problem="the script was changed",
-        evidence="the text of the script differs between runs of the row, or from that of its run on one device",
+        evidence="the text of the script differs between runs of the row, or from that of its run on one "
+        "device",
         remedy="run all with one version of it",
         holds=_has_several_scripts,
     ),

@@ -319,8 +319,8 @@ def _full_memory(memory: str, issue: Issue, used_share: float, remedy: str) -> s
 def _idle_gpus(evidence: IdleGpus, issue: Issue, is_plain: bool) -> str:
     others = ", while other GPUs work" if evidence.others_work else ""
     return (
-        f"no work reaches {name_locations(issue.locations)}{others} ({_power_words(evidence.power)}): look in "
-        "the log for the device that its rank computes on."
+        f"no work reaches {name_locations(issue.locations)}{others} ({_power_words(evidence.power)}): look "
+        "in the log for the device that its rank computes on."
     )
 
 
