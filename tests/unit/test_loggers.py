@@ -2,7 +2,9 @@
 
 import struct
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -188,6 +190,31 @@ def test_a_training_goes_on_without_a_logger_that_fails(
     row = {name: rows[0][name] for name in records.READERS}
     RecordWriter(None, row, [of_dry_run]).add(row)
     assert not of_dry_run.calls
+
+
+def test_a_server_that_is_down_is_given_up_soon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other ranks wait meanwhile, and MLflow itself would ask 8 times, for 4 minutes."""
+    requests = []
+
+    class Down(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.append(self.path)
+            self.send_error(503)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Down) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        watched = [loggers.MLflowLogger(f"http://127.0.0.1:{server.server_port}", "mine")]
+        told = {"batch_size": 4, "epochs": 1, "dataset": "d", "results_dir": tmp_path}
+        recorder = Recorder("mine", model, optimizer, loggers=watched, **told)
+        recorder.epoch(4, 1.0, 0.5)
+        server.shutdown()
+    assert len(requests) == 2
+    assert "MLflowLogger gets no more epochs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

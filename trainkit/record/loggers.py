@@ -166,6 +166,10 @@ class MLflowLogger:
     def start(self, run_id: str, config: dict[str, object], first_epoch: int) -> None:
         # MLflow 3 would have a database in place of a folder, but the jobs of a cluster share only files.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        # MLflow would try for four minutes to reach a server that is down, and for 16 where a firewall says
+        # nothing. Meanwhile the other ranks wait, and after --timeout they would end the training.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
