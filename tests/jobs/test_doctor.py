@@ -194,6 +194,10 @@ def test_what_a_script_of_its_own_environment_imports(checkout: Checkout) -> Non
     (message,) = read_messages(ran(python, script_imports.__file__, folder, script, "").stdout)
     (problem,) = message["script"]["problems"]
     assert problem["line"] == 1 and "invalid syntax" in problem["error"]
+    main = folder / "package" / "__main__.py"
+    main.write_text("from .words import GREETING\n")
+    (message,) = read_messages(ran(python, script_imports.__file__, folder, main, "package").stdout)
+    assert not message["script"]["problems"]
 
 
 def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:

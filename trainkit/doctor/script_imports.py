@@ -22,7 +22,8 @@ MARK = "checkup "
 def main() -> None:
     """Print one line of JSON: the version of this Python, that of PyTorch, and the problems."""
     folder, file, module, *arguments = sys.argv[1:]
-    package = module.rpartition(".")[0]
+    # Relative imports begin there. Python runs a package by its __main__.py.
+    package = module if file.endswith("__main__.py") else module.rpartition(".")[0]
     sys.path[0] = folder
     # Modules beside the script may read its command line.
     sys.argv = [file, *arguments]
