@@ -517,13 +517,16 @@ class Run:
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
+        if self._checkpointer:
+            # The record may say that the training has ended only when its last checkpoint is whole: after a
+            # kill in between, the next start would train the last epochs again, as a second run.
+            self._checkpointer.finish()
         if self.sharded and self.options.save_model:
             weights = self.sharded.weights()
         else:
             weights = unwrapped(self.model).state_dict()
         process_group.on_rank_0(lambda: self._finish_on_rank_0(weights))
         if self._checkpointer:
-            self._checkpointer.finish()
             self._remove_checkpoints_of_a_job()
 
     def _remove_checkpoints_of_a_job(self) -> None:
