@@ -385,7 +385,7 @@ def test_first_steps(tmp_path: Path) -> None:
     assert sum(line.startswith("[ ] ") for line in told) == len(FOLDERS)
     of_each = [(folder.parents[1].name, folder.name.partition("_")[2]) for folder in FOLDERS]
     names = {stage: [name for of, name in of_each if of == stage] for stage in STAGE_FOLDERS}
-    first, second, _ = STAGE_FOLDERS
+    first, _, third = STAGE_FOLDERS
     bar = f"[{'.' * len(names[first])}] 0 of {len(names[first])} done. Next: jobscript (core), "
     assert any(line.startswith(bar) for line in told)
     assert told[-4:] == [
@@ -399,7 +399,7 @@ def test_first_steps(tmp_path: Path) -> None:
     told = learn(project, {first: names[first]})
     assert sum(line.startswith("[x] ") for line in told) == len(names[first])
     assert "MNIST   missing or damaged" in told
-    assert told[-4] == "  make data" and told[-2] == f"  cd {second}"
+    assert told[-4] == "  make data" and told[-2] == f"  cd {third}"
     assert not (project / "data").exists()
     core = {
         folder.name.partition("_")[2] for folder in FOLDERS if "**Core" in (folder / "README.md").read_text()
