@@ -67,7 +67,7 @@ OTHERS = {
     "03_multigpu_ddp/plain_ddp.py": PLAIN,
     "03_multigpu_ddp/submit.py": SUBMIT,
     f"{BEYOND}/by_feature/own_loop.py": "--batch-size --data-dir --epochs --save-every",
-    f"{BEYOND}/by_feature/recorded.py": LOOP,
+    f"{BEYOND}/by_feature/recorded.py": PLAIN,
     "results/compare.py": "--batch-size --epochs --local --out --repeats --train-size --workers",
     "results/how_many_gpus.py": """
         --batch-size --budget --deadline --epochs --gpus --gpus-per-node --json --min-efficiency --out

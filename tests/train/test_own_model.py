@@ -100,10 +100,9 @@ main()
 """
 # 16 MB of weights and 32 of the optimizer, which two ranks go on with.
 LARGE = """
-import os, re, sys, torch
+import re, torch
 from pathlib import Path
 from torch import nn
-from trainkit.training.recorder import Recorder
 from trainkit.training.run import Run
 from trainkit import errors
 from trainkit.config.options import parse_options
@@ -127,32 +126,19 @@ def main():
     train = train_loader(samples, opts, dist_env)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     before = megabytes("VmRSS")
-    if os.environ["KEEPS"] == "Recorder":
-        sizes = {"batch_size": 4, "epochs": 2, "dataset": "own", "results_dir": opts.results_dir}
-        recorder = Recorder("own", model, optimizer, **sizes)
-        parts, file = {"model": model, "optimizer": optimizer}, opts.checkpoint_dir / "own.pt"
-        recorder.load(file, parts)
-        epochs = range(recorder.first_epoch, opts.epochs + 1)
-    else:
-        run = Run("own", opts, dist_env, samples, model, optimizer)
-        run.resume()
-        epochs = run.epochs()
+    run = Run("own", opts, dist_env, samples, model, optimizer)
+    run.resume()
     print(f"rank {dist_env.rank} took {megabytes('VmHWM') - before:.0f} MB", flush=True)
-    for epoch in epochs:
+    for epoch in run.epochs():
         train.set_epoch(epoch)
-        for inputs, targets in train if os.environ["KEEPS"] == "Recorder" else run.steps(epoch, train):
+        for inputs, targets in run.steps(epoch, train):
             optimizer.zero_grad()
             loss = (model(inputs) - targets).square().mean()
             loss.backward()
             process_group.sum_in_place(model.weight.grad)
             optimizer.step()
-            if os.environ["KEEPS"] == "Run":
-                run.log(loss=loss)
-        if os.environ["KEEPS"] == "Recorder":
-            recorder.epoch(2, 1.0, loss.item())
-            recorder.save(file, parts)
-        else:
-            run.end_of_epoch(epoch)
+            run.log(loss=loss)
+        run.end_of_epoch(epoch)
     print(f"rank {dist_env.rank} ends with {model.weight.double().sum().item()}", flush=True)
     destroy_distributed()
 
@@ -438,16 +424,13 @@ class Noise:
         return torch.rand(1)
 
 
-@pytest.mark.parametrize("keeps", ["Run", "Recorder"])
-def test_going_on_takes_little_more_memory_than_what_was_saved(
-    keeps: str, script: Script, tmp_path: Path
-) -> None:
+def test_going_on_takes_little_more_memory_than_what_was_saved(script: Script, tmp_path: Path) -> None:
     """On each rank: 48 MB, of which 32 are then the optimizer's."""
     (own := tmp_path / "own.py").write_text(LARGE)
     told = ""
     for epochs in (1, 2):
         given = (own, "--epochs", epochs, "--batch-size", 4, *places(tmp_path))
-        told = succeeded(script(*given, ranks=2, env={"KEEPS": keeps})).stdout
+        told = succeeded(script(*given, ranks=2)).stdout
     took = re.findall(r"rank \d took (\d+) MB", told)
     assert len(took) == 2 and all(40 < int(one) < 1.5 * 48 for one in took)
     first, second = re.findall(r"ends with (\S+)", told)

@@ -1,11 +1,14 @@
 """The scripts in plain PyTorch, and one of them with a Recorder, on the first images of MNIST."""
 
 import difflib
+import io
 import random
 import re
 import runpy
 import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,16 +39,30 @@ seen = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
 tests = {"test_samples": (1, 3)[one], "test_loss": (4, 0)[one], "accuracy": (100, 0)[one]}
 seen.epoch((30, 10)[one], (1, 3)[one], (1.0, 5.0)[one], **tests, perplexity=(2, 6)[one])
 seen.epoch(*sys.argv[1:])"""
-LEAVES = """\
+# Each rank is given a folder for checkpoints, from which they go on.
+KEPT = """\
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+from trainkit.training.checkpoint import Checkpointer
+from trainkit.training.recorder import Recorder
+rank = dist.get_rank()
+
 class Part:
     state_dict = dict
-    load_state_dict = lambda self, _: one and os._exit(3)
-seen.save(sys.argv[1], {"part": Part()})
-seen.load(sys.argv[1], {"part": Part()})"""
-ANOTHER = """\
-other = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
-other.load(sys.argv[1], {})"""
 
+    def load_state_dict(self, state):
+        if rank == 1 and "leaves" in sys.argv:
+            os._exit(3)
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if "other lr" in sys.argv else 0.1)
+recorder = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
+checkpointer = Checkpointer({"model": model, "part": Part(), "recorder": recorder}, sys.argv[1 + rank])
+epoch, _ = checkpointer.resume()
+recorder.epoch(10, 1.0, 1.0)
+checkpointer.save(epoch + 1)
+print("trained epoch", epoch, flush=True)
+"""
 BRANCHING = """\
 import sys, torch
 from trainkit.training.recorder import Recorder
@@ -205,19 +222,30 @@ def test_a_job_with_nothing_of_the_kit(few_images: Path, cluster: RunningCluster
 def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
     forking: Forking, few_images: Path, tmp_path: Path
 ) -> None:
-    env = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    """Stopped within an epoch, it has the losses of one never stopped, and the seconds of both starts."""
     script = (BY_FEATURE / "recorded.py", "--epochs", 3, "--batch-size", 100, "--data-dir", few_images)
-    for ranks in (1, 2):
-        job = tmp_path / f"job-{ranks}"
-        job.mkdir()
-        here = env | {"TRAINKIT_JOB_DIR": str(job), "RANK": "0"}
-        if ranks == 2:
-            done = succeeded(forking.run(*STOPS, 14, *script, ranks=2, env=here))
-            assert "epoch 1/3" in done.stdout and "epoch 2/3" not in done.stdout
-            assert (job / "stopped").read_text().strip() == str(job / "checkpoints" / "recorded.pt")
-        done = succeeded(forking.run(*script, ranks=ranks, env=here))
-        assert ("epoch 1/3" in done.stdout) == (ranks == 1) and "epoch 3/3" in done.stdout
+
+    def train(job: str, results: Path, *how: object, ranks: int) -> str:
+        folder = tmp_path / job
+        folder.mkdir(exist_ok=True)
+        env = {"CUDA_VISIBLE_DEVICES": "", "TRAINKIT_RESULTS_DIR": str(results), "RANK": "0"}
+        env |= ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(folder)}
+        return succeeded(forking.run(*how, *script, ranks=ranks, env=env)).stdout
+
+    train("alone", tmp_path, ranks=1)
+    train("once", tmp_path / "once", ranks=2)
+    told = train("again", tmp_path, *STOPS, 14, ranks=2)
+    assert "epoch 1/3" in told and "epoch 2/3" not in told
+    checkpoints = tmp_path / "again" / "checkpoints"
+    assert (tmp_path / "again" / "stopped").read_text().strip() == str(checkpoints)
+    (newest,) = checkpoints.glob("epoch-2-step-[1-9].pt")
+    _add_seconds(newest, 1000)
+    told = train("again", tmp_path, ranks=2)
+    assert "epoch 1/3" not in told and "epoch 3/3" in told
     rows, skipped = comparison.load_some([tmp_path / "runs"])
+    of_both_starts = rows[rows.devices == 2]
+    assert list(of_both_starts.train_loss) == [row["train_loss"] for row in rows_of(tmp_path / "once")]
+    assert [seconds > 1000 for seconds in of_both_starts.train_seconds] == [False, True, False]
     table = comparison.compare(comparison.summarize(rows))
     assert not skipped and list(table.devices) == [1, 2] and list(table.epochs) == ["3", "3"]
     assert verdict(table).startswith("recorded on 2 CPU workers trained ")
@@ -233,38 +261,43 @@ def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
     assert losses == pytest.approx([0.5, 0.5], abs=0.2)
 
 
-def test_a_recorder_goes_on_from_the_file_of_rank_0(forking: Forking, tmp_path: Path) -> None:
+def _add_seconds(path: Path, seconds: float) -> None:
+    """Have each rank find in a checkpoint that the epoch has taken so much longer."""
+    checkpoint = torch.load(path, weights_only=True)
+    of_ranks = []
+    for packed in checkpoint["per_rank_state"]:
+        state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+        state["seconds"] += seconds
+        content = io.BytesIO()
+        torch.save(state, content)
+        of_ranks.append(torch.frombuffer(content.getbuffer(), dtype=torch.uint8))
+    torch.save(checkpoint | {"per_rank_state": of_ranks}, path)
+
+
+@pytest.fixture
+def kept(forking: Forking, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `KEPT` with two ranks, of which the second is given another folder for checkpoints, and `word`."""
+    (tmp_path / "mine.py").write_text(KEPT)
+    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    given = (tmp_path / "mine.py", tmp_path / "saved", tmp_path / "none")
+    return lambda word="": forking.run(*given, word, ranks=2, env=env)
+
+
+def test_a_recorder_goes_on_from_the_file_of_rank_0(kept: Callable, tmp_path: Path) -> None:
     """Another node may not see it yet, or have one of that name on a disk of its own."""
-    program, env = tmp_path / "apart.py", ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
-    text = UNEQUAL.rpartition("seen.epoch")[0].replace(
-        "seen.epoch", "seen.load(sys.argv[1 + one], {}); seen.epoch"
-    )
-    program.write_text(
-        text + "seen.save(sys.argv[1], {}); print('after epoch', seen.first_epoch, flush=True)"
-    )
-    succeeded(forking.run(program, tmp_path / "saved.pt", tmp_path / "none.pt", ranks=2, env=env))
-    done = succeeded(forking.run(program, tmp_path / "saved.pt", tmp_path / "none.pt", ranks=2, env=env))
-    assert done.stdout.count("after epoch 2") == 2
+    for epoch in (1, 2):
+        assert succeeded(kept()).stdout.count(f"trained epoch {epoch}\n") == 2
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("after", "wrong"),
-    [
-        ("seen.save(sys.argv[1], {'record': model})", "`record` is the name of the Recorder's own part"),
-        ("seen.save(sys.argv[1], {'o': optimizer})\noptimizer.param_groups[0]['lr'] = 0.5\n" + ANOTHER,
-         "does not fit this training (its lr is 0.1, not 0.5): move it away"),
-        (LEAVES, "Traceback"),  # PyTorch's own, of a rank that another has left: the file is good
-    ],
-    ids=["record", "lr", "peer"],
-)  # fmt: skip
-def test_a_recorder_goes_on_with_its_own_training_only(
-    after: str, wrong: str, forking: Forking, tmp_path: Path
-) -> None:
-    program, env = tmp_path / "mine.py", ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
-    program.write_text(UNEQUAL.rpartition("seen.epoch")[0] + after)
-    done = forking.run(program, tmp_path / "saved.pt", ranks=2, env=env)
-    assert done.returncode == 1 and wrong in done.stderr, done.stderr
+def test_a_recorder_goes_on_with_its_own_training_only(kept: Callable) -> None:
+    succeeded(kept())
+    told = kept("other lr")
+    assert told.returncode == 1
+    assert re.search(r"epoch-2-step-0.pt does not fit .*its lr is 0.1, not 0.5", told.stderr), told.stderr
+    # Of a rank that another has left the file is good.
+    told = kept("leaves")
+    assert told.returncode == 1 and "does not fit" not in told.stderr, told.stderr
 
 
 @pytest.mark.parametrize(

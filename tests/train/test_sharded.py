@@ -103,7 +103,7 @@ def main():
 main()
 """
 
-# A loop with a Recorder, which saves by itself, or with all else by a Checkpointer.
+# A loop with a Recorder, which a Checkpointer saves with the rest.
 BY_RECORDER = """
 import os, sys, torch
 import torch.distributed as dist
@@ -123,27 +123,20 @@ def main():
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     recorder = Recorder("own", model, optimizer, batch_size=8, epochs=2, dataset="own", results_dir=".")
-    parts = {"model": model, "optimizer": optimizer}
-    checkpointer = None
-    if "by a Checkpointer" in sys.argv:
-        parts = {"split": Sharded(model, optimizer), "recorder": recorder}
-        checkpointer = Checkpointer(parts, "checkpoints")
-        checkpointer.resume()
-    elif "only at the end" not in sys.argv:
-        recorder.load("record.pt", parts)
-    for epoch in range(recorder.first_epoch, int(os.environ["EPOCHS"]) + 1):
+    trained = {"model": model, "optimizer": optimizer}
+    if "Sharded" in sys.argv:
+        trained = {"split": Sharded(model, optimizer)}
+    checkpointer = Checkpointer(trained | {"recorder": recorder}, "checkpoints")
+    first_epoch, _ = checkpointer.resume()
+    for epoch in range(first_epoch, int(os.environ["EPOCHS"]) + 1):
         optimizer.zero_grad()
         loss = (model(torch.ones(4, 6)) - 1).square().mean()
         loss.backward()
         optimizer.step()
         recorder.epoch(8, 1.0, loss.item())
-        if checkpointer:
-            checkpointer.save(epoch + 1)
-        else:
-            recorder.save("record.pt", parts)
+        checkpointer.save(epoch + 1)
+    checkpointer.finish()
     recorder.finish()
-    if checkpointer:
-        checkpointer.finish()
     dist.destroy_process_group()
 
 main()
@@ -289,26 +282,22 @@ def test_what_is_given_as_sharded_is_saved_whole(split: str, script: Script, tmp
 def by_recorder(tmp_path: Path) -> Path:
     """A training that keeps all that it has in `tmp_path`."""
     text = BY_RECORDER
-    for place in (".", "record.pt", "checkpoints"):
+    for place in (".", "checkpoints"):
         text = text.replace(f'"{place}"', repr(str(tmp_path / place)))
     (own := tmp_path / "own.py").write_text(text)
     return own
 
 
-@pytest.mark.parametrize("when", ["before", "only at the end"])
-def test_a_recorder_never_saves_a_share_as_all(
-    when: str, by_recorder: Path, script: Script, tmp_path: Path
-) -> None:
-    told = failed(script(by_recorder, when, ranks=2, env={"EPOCHS": "2"}))
+def test_a_checkpointer_never_saves_a_share_as_all(by_recorder: Path, script: Script, tmp_path: Path) -> None:
+    told = failed(script(by_recorder, "whole", ranks=2, env={"EPOCHS": "2"}))
     assert "error on rank 0: model is split over the ranks" in told
-    assert "keep Sharded(model, optimizer)" in told
-    assert not (tmp_path / "record.pt").exists()
-    assert len([*tmp_path.glob("runs/*.csv")]) == (when != "before")
+    assert "Checkpointer that in place of both" in told
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_recorder_goes_on_beside_a_split_network(by_recorder: Path, script: Script, tmp_path: Path) -> None:
     for epochs in "12":
-        succeeded(script(by_recorder, "by a Checkpointer", ranks=2, env={"EPOCHS": epochs}))
+        succeeded(script(by_recorder, "Sharded", ranks=2, env={"EPOCHS": epochs}))
     before, after = rows_of(tmp_path)
     assert after["train_loss"] < before["train_loss"]
     assert [before["epoch"], after["epoch"]] == [1, 2] and after["resumed_from"] == before["start"]

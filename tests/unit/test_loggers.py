@@ -22,8 +22,8 @@ Curves = dict[str, list[tuple[int, float]]]
 # Two starts: the first logs epochs 1 and 2, and its checkpoint is of epoch 1; the second logs 2 and 3.
 LOGGED = """\
 import sys, torch, torch.distributed as dist
-from pathlib import Path
 from trainkit.record.loggers import MLflowLogger, TensorBoardLogger, WandbLogger
+from trainkit.training.checkpoint import Checkpointer
 from trainkit.training.recorder import Recorder
 dist.init_process_group("gloo")
 model = torch.nn.Linear(2, 1)
@@ -33,14 +33,14 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 watched = [TensorBoardLogger("tensorboard"), WandbLogger("mine", "."), MLflowLogger("mlflow", "mine")]
 told = {"batch_size": 10, "epochs": 3, "dataset": "d", "settings": {"hidden": 256}}
 recorder = Recorder("mine", model, optimizer, loggers=watched, **told)
-saved, parts = Path("saved.pt"), {"model": model, "optimizer": optimizer}
-recorder.load(saved, parts)
-first = recorder.first_epoch
+checkpointer = Checkpointer({"model": model, "optimizer": optimizer, "recorder": recorder})
+first, _ = checkpointer.resume()
 for epoch in range(first, first + 2):
     recorder.epoch(10, 1.0, first + epoch / 10, **{"recall@5": epoch / 10})
     if epoch == 1:
-        recorder.save(saved, parts)
-recorder.finish(saved if first == 1 else None)"""
+        checkpointer.save(2)
+if first == 2:
+    recorder.finish()"""
 
 
 def of_tensorboard(folder: Path) -> Curves:

@@ -1,6 +1,9 @@
-"""What a Recorder saves, and goes on from: its own state, that of another script, and none at all."""
+"""What a Recorder leaves in a checkpoint, and goes on from: its own state, or that of another training.
 
-import shutil
+It is written and read by the functions that a Checkpointer uses (state_file.py), as its handlers of signals
+would stay in this process. train/test_plain.py has trainings of two ranks with a Checkpointer.
+"""
+
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ from trainkit.compare import comparison
 from trainkit.data.datasets import InMemoryDataset
 from trainkit.errors import UserError
 from trainkit.record import records
+from trainkit.training import state_file
 from trainkit.training.recorder import Recorder
 
 
@@ -22,21 +26,27 @@ def recorder(folder: Path, **options: object) -> tuple[Recorder, dict[str, objec
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     told = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": folder} | options
-    return Recorder("own", model, optimizer, **told), {"model": model, "optimizer": optimizer}
+    run = Recorder("own", model, optimizer, **told)
+    return run, {"model": model, "optimizer": optimizer, "recorder": run}
+
+
+def save(path: Path, parts: dict[str, object]) -> None:
+    state_file.save("the checkpoint", state_file.states_of(parts), path, "free the space.")
+
+
+def load(path: Path, parts: dict[str, object]) -> None:
+    state_file.load_parts(parts, state_file.load_verified(path))
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> dict:
-    """What a Recorder saves after an epoch, in `saved.pt`."""
+def saved(tmp_path: Path) -> Path:
+    """What a training has saved after its first epoch."""
     before, parts = recorder(tmp_path)
     parts["model"](torch.ones(1, 2)).sum().backward()
     parts["optimizer"].step()
     before.epoch(4, 1.0, 0.5)
-    before.save(tmp_path / "saved.pt", parts)
-    after, parts = recorder(tmp_path)
-    after.load(tmp_path / "saved.pt", parts)
-    assert after.first_epoch == 2
-    return torch.load(tmp_path / "saved.pt", weights_only=True)
+    save(tmp_path / "saved.pt", parts)
+    return tmp_path / "saved.pt"
 
 
 @pytest.mark.parametrize(
@@ -48,37 +58,39 @@ def saved(tmp_path: Path) -> dict:
     ids=["no model", "more parts"],
 )
 def test_a_state_of_a_script_that_has_changed_since(
-    saved: dict, tmp_path: Path, edit: Callable[[dict], object], reason: str
+    saved: Path, tmp_path: Path, edit: Callable[[dict], object], reason: str
 ) -> None:
     """It is refused, and the record, which has gone on, stays as it is."""
     again, parts = recorder(tmp_path)
-    again.load(tmp_path / "saved.pt", parts)
+    load(saved, parts)
     again.epoch(4, 1.0, 0.25)
-    edit(saved)
-    torch.save(saved, tmp_path / "edited.pt")
-    after, parts = recorder(tmp_path)
+    state = torch.load(saved, weights_only=True)
+    edit(state)
+    torch.save(state, tmp_path / "edited.pt")
+    _, parts = recorder(tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()}
-    with pytest.raises(UserError, match=reason):
-        after.load(tmp_path / "edited.pt", parts)
+    with pytest.raises(ValueError, match=reason):
+        load(tmp_path / "edited.pt", parts)
     assert {path: path.read_bytes() for path in (tmp_path / "runs").iterdir()} == before
 
 
 def test_what_a_script_notes_in_a_group_is_no_setting(tmp_path: Path) -> None:
-    before, parts = recorder(tmp_path)
+    _, parts = recorder(tmp_path)
     parts["optimizer"].param_groups[0]["frozen"] = True
-    before.save(tmp_path / "saved.pt", parts)
-    after, parts = recorder(tmp_path)
+    save(tmp_path / "saved.pt", parts)
+    _, parts = recorder(tmp_path)
     (group,) = parts["optimizer"].param_groups
     group["frozen"] = False
-    after.load(tmp_path / "saved.pt", parts)
+    load(tmp_path / "saved.pt", parts)
     assert parts["optimizer"].param_groups[0]["frozen"] is True
 
 
-def test_a_start_that_goes_on_has_a_record_of_its_own(saved: dict, tmp_path: Path) -> None:
+def test_a_start_that_goes_on_has_a_record_of_its_own(saved: Path, tmp_path: Path) -> None:
     (record,) = (tmp_path / "runs").glob("*.csv")
     before = record.read_bytes()
     other, parts = recorder(tmp_path)
-    other.load(shutil.copy(tmp_path / "saved.pt", tmp_path / "copy.pt"), parts)
+    load(saved, parts)
+    assert other.first_epoch == 2
     other.epoch(4, 1.0, 0.25)
     assert record.read_bytes() == before
     (own,) = {*record.parent.glob("*.csv")} - {record}
@@ -96,9 +108,10 @@ def test_a_training_has_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """On the screen, and in the record's metrics; also of a start that goes on."""
     for first_epoch in (1, 2):
         run, parts = recorder(tmp_path, unit="tokens", per_sample=8)
-        run.load(tmp_path / "saved.pt", parts)
+        if first_epoch == 2:
+            load(tmp_path / "saved.pt", parts)
         run.epoch(4, 2.0, 0.5, perplexity=3)
-        run.save(tmp_path / "saved.pt", parts)
+        save(tmp_path / "saved.pt", parts)
         assert f"epoch {first_epoch}/3: train loss 0.5000, 16 tokens/s" in capsys.readouterr().out
         file = max((tmp_path / "runs").glob("*.csv"), key=lambda path: path.stat().st_mtime_ns)
         assert records.read(file)[0]["images_per_s"] == 2
@@ -106,9 +119,9 @@ def test_a_training_has_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert metrics == {("tokens_per_s", ""): 16, ("perplexity", "epoch"): 3}
 
 
-def test_an_epoch_that_could_not_be_written_is_written_once(saved: dict, tmp_path: Path) -> None:
+def test_an_epoch_that_could_not_be_written_is_written_once(saved: Path, tmp_path: Path) -> None:
     again, parts = recorder(tmp_path)
-    again.load(tmp_path / "saved.pt", parts)
+    load(saved, parts)
     record = again._record.path
     record.mkdir()
     with pytest.raises(UserError, match="cannot be written"):
@@ -120,16 +133,15 @@ def test_an_epoch_that_could_not_be_written_is_written_once(saved: dict, tmp_pat
     assert [row["value"] for row in records.read_metrics(record)] == [1]
 
 
-def test_one_saved_training_after_another_in_one_process(saved: dict, tmp_path: Path) -> None:
-    """Each keeps its record; a copy of a third has one of its own."""
-    again, parts = recorder(tmp_path)
-    again.load(tmp_path / "saved.pt", parts)
+def test_one_saved_training_after_another_in_one_process(saved: Path, tmp_path: Path) -> None:
+    """Each keeps its record; one that goes on from another has one of its own."""
+    again, parts_of_again = recorder(tmp_path)
+    load(saved, parts_of_again)
     other, parts = recorder(tmp_path)
     other.epoch(4, 1.0, 0.75)
-    other.save(tmp_path / "other.pt", parts)
-    shutil.copy(tmp_path / "other.pt", tmp_path / "copy.pt")
+    save(tmp_path / "other.pt", parts)
     before = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*.csv")}
-    again.load(tmp_path / "copy.pt", parts)
+    load(tmp_path / "other.pt", parts_of_again)
     again.epoch(4, 1.0, 0.25)
     after = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*.csv")}
     assert len(before) == 2 and before.items() <= after.items() and len(after) == 3
@@ -150,36 +162,24 @@ def test_any_optimizer_and_any_name_go_on(kind: type, name: str, tmp_path: Path)
         model = torch.nn.Linear(2, 2)
         optimizer = kind(model.parameters(), lr=0.1)
         run = Recorder(name, model, optimizer, **told)
-        run.load(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})
+        parts = {"model": model, "optimizer": optimizer, "recorder": run}
+        if first_epoch == 2:
+            load(tmp_path / "saved.pt", parts)
         assert run.first_epoch == first_epoch
         run.epoch(4, 1.0, 0.5)
-        run.save(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})
-    run.load(tmp_path / "saved.pt", {"model": model, "optimizer": optimizer})  # back to what it saved
-    del run
-    with pytest.raises(UserError, match="its global_batch is 4, not 8"):
-        Recorder(name, model, optimizer, **told | {"batch_size": 8}).load(tmp_path / "saved.pt", {})
-    with pytest.raises(UserError, match="it also has the state of model"):
-        Recorder(name, model, optimizer, **told).load(tmp_path / "saved.pt", {"optimizer": optimizer})
+        save(tmp_path / "saved.pt", parts)
+    load(tmp_path / "saved.pt", parts)  # back to what it saved
+    another = Recorder(name, model, optimizer, **told | {"batch_size": 8})
+    with pytest.raises(ValueError, match="its global_batch is 4, not 8"):
+        load(tmp_path / "saved.pt", parts | {"recorder": another})
 
 
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="an older PyTorch cannot tell what it would not load")
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
-    run, parts = recorder(tmp_path)
+    _, parts = recorder(tmp_path)
     part = SimpleNamespace(state_dict=lambda: {"scale": np.float64(2)})
     with pytest.raises(UserError, match="can be saved, not all here .numpy"):
-        run.save(tmp_path / "saved.pt", parts | {"scaler": part})
+        save(tmp_path / "saved.pt", parts | {"scaler": part})
     assert not list(tmp_path.glob("*.pt"))
     with pytest.raises(UserError, match="d has 3 inputs and 2 targets"):
         InMemoryDataset("d", torch.zeros(3), torch.zeros(2))
-
-
-@pytest.mark.parametrize(
-    "put",
-    [lambda path: path.write_bytes(b"PK"), lambda path: torch.save(Path("a program"), path)],
-    ids=["cut short", "other objects"],
-)
-def test_a_saved_training_that_is_none(tmp_path: Path, put: Callable[[Path], object]) -> None:
-    put(tmp_path / "saved.pt")
-    after, parts = recorder(tmp_path)
-    with pytest.raises(UserError, match="saved.pt does not fit this training"):
-        after.load(tmp_path / "saved.pt", parts)

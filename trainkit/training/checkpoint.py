@@ -264,7 +264,7 @@ class Checkpointer:
         """
         self._wait()
         text = f"stopped after {self._where()} by a signal; {goes_on} goes on from {self.folder}"
-        process_group.on_rank_0(lambda: report_stop(text, self.folder))
+        process_group.on_rank_0(lambda: _note_stop(text, self.folder))
         self._is_stopped = True
         return text
 
@@ -562,7 +562,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def report_stop(text: str, folder: Path) -> None:
+def _note_stop(text: str, folder: Path) -> None:
     """Print that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
 
     Raises:

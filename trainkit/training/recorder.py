@@ -16,24 +16,31 @@ from trainkit.record.columns import OWN_LOOP
 from trainkit.record.loggers import Logger
 from trainkit.record.records import ALL_EPOCHS, IMAGES, ITS_LOOP, SAME, RecordWriter, Row
 from trainkit.training import facts, identity, screen
-from trainkit.training.checkpoint import report_stop
 from trainkit.training.drift import Drift
 from trainkit.training.model import trained_weights
-from trainkit.training.state_file import fitting, load_parts, load_verified, save
-from trainkit.training.stop_signal import StopSignal
-from trainkit.training.weights import check_equal, check_whole, inner_optimizer
+from trainkit.training.weights import inner_optimizer
 
 # What `Recorder.epoch` has of a test where there was none.
 NO_TEST = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
 NEVER_BELOW_0 = ("samples", "seconds", "test_samples", "test_seconds", "accuracy")
-IF_SHARDED = "keep Sharded(model, optimizer) and this Recorder with a Checkpointer (training/checkpoint.py)."
 
 
 class Recorder:
-    """Writes the record of a training with another loop, and reports when it has to stop.
+    """Writes the record of a training with another loop.
+
+        recorder = Recorder("mine", model, optimizer, batch_size=64, epochs=10, dataset="noise")
+        checkpointer = Checkpointer({"model": model, "optimizer": optimizer, "recorder": recorder})
+        epoch, step = checkpointer.resume()
+        for epoch in range(epoch, 11):
+            ...  # the steps, as Checkpointer says
+            recorder.epoch(samples, seconds, loss)
+            checkpointer.save(epoch + 1)
+        checkpointer.finish()
+        recorder.finish()
 
     Every rank creates one after the process group, and calls its methods at the same points; rank 0
-    writes. `first_epoch` is 1, or follows the last epoch of `load`.
+    writes. A Checkpointer keeps it as one of its parts, as does what else saves by state_dict. `first_epoch`
+    is 1, or follows the last epoch of the state that was loaded.
 
     Args:
         name: the training's name in the record.
@@ -112,7 +119,6 @@ class Recorder:
             self._must_be_equal += ("optimizer", "lr")
         self.first_epoch = self._epoch = 1
         self._drift = None if weights_differ else Drift([model])  # until the first epoch is compared
-        self._stop_signal: StopSignal | None = None
 
     def _open_record(self, results_dir: Path, columns: Row, loggers: Sequence[Logger]) -> RecordWriter:
         record = RecordWriter(
@@ -120,15 +126,6 @@ class Recorder:
         )
         screen.print_start(record.facts)
         return record
-
-    def should_stop(self) -> bool:
-        """Return whether USR2 or SIGTERM asked any rank to stop; the answer is the same on all ranks.
-
-        Call it in every step. From the first call on, such a signal does not end the process.
-        """
-        if self._stop_signal is None:
-            self._stop_signal = StopSignal(self._device)
-        return self._stop_signal.should_stop()
 
     def epoch(self, samples: int, seconds: float, loss: float, **metrics: float) -> None:
         """Write the row of the next epoch, from each rank's own numbers.
@@ -199,14 +196,15 @@ class Recorder:
         """Go on from an earlier start, on every rank from rank 0's `state_dict`, in a record of its own.
 
         Raises:
-            UserError: if it is not such a state, or of another training.
+            ValueError: on rank 0, if it is not such a state, or of another training.
+            PeerError: then on the others.
         """
         try:
             process_group.on_rank_0(lambda: self._check_same(state))
             process_group.on_rank_0(lambda: self._record.load_state_dict(state))
             self.first_epoch = self._epoch = state["epoch"] + 1
         except (LookupError, TypeError, ValueError) as error:
-            raise UserError(f"this state is of another training, or of none ({error}): start over.") from None
+            raise ValueError(f"this record is of another training, or none: {error}") from None
 
     def _check_same(self, state: dict[str, object]) -> None:
         """Raise a ValueError if a start of another training has saved `state`."""
@@ -215,61 +213,20 @@ class Recorder:
             if str(before) != str(now):  # NaN is NaN
                 raise ValueError(f"its {name} is {before}, not {now}")
 
-    def save(self, path: Path | str, parts: dict[str, object]) -> None:
-        """Write rank 0's state_dict of each of `parts`, and of this record, to `path`, whole or not at all.
+    def finish(self) -> None:
+        """Note in the record that the training has ended, and print where the record is.
+
+        Call it when the last checkpoint is whole, and not after a stop. If a kill came before that, the next
+        start would train the last epochs again, as a second run.
 
         Raises:
-            UserError: if that fails, or a part is split over the ranks; an earlier file is kept.
+            UserError: if that cannot be written; the epochs are.
         """
-        if "record" in parts:
-            raise UserError("`record` is the name of the Recorder's own part: give another.")
-        _check(parts)
-        state = {name: part.state_dict() for name, part in parts.items()} | {"record": self.state_dict()}
-        advice = "free the space, or give another. The earlier file and the record are kept."
-        process_group.on_rank_0(lambda: save("the training", state, Path(path), advice))
+        process_group.on_rank_0(self._finish_on_rank_0)
 
-    def load(self, path: Path | str, parts: dict[str, object]) -> None:
-        """Continue on every rank from what `save` has written, if `path` exists.
-
-        Raises:
-            UserError: if it cannot be read, or is of another training; or if a part is split over the ranks,
-                which `save` would refuse later.
-        """
-        _check(parts)
-        if not process_group.broadcast(os.path.lexists(path)):
-            return
-        with fitting(Path(path), "move it away to start over."):
-            # Rank 0's file, as another node may have another of this name, or none yet.
-            state = process_group.on_rank_0(lambda: self._read(Path(path)))
-            load_parts(parts | {"record": self}, process_group.broadcast(state))
-
-    def _read(self, path: Path) -> dict:
-        """Return what `save` has written, if it is of this training."""
-        state = load_verified(path)
-        self._check_same(state["record"])
-        return state
-
-    def finish(self, saved: Path | str | None = None) -> None:
-        """Print where the record is, or where a stopped training has `saved`: its job is then requeued.
-
-        Raises:
-            UserError: if the job's folder cannot be written to.
-        """
-        if saved and not process_group.broadcast(Path(saved).exists()):
-            raise UserError(f"stopped by a signal before there was a {saved}: give the job more time.")
-        process_group.on_rank_0(lambda: self._finish_on_rank_0(saved))
-
-    def _finish_on_rank_0(self, saved: Path | str | None) -> None:
-        if saved:
-            report_stop(f"stopped by a signal; saved in {saved}", Path(saved))
-        else:
-            self._record.finish(ALL_EPOCHS if self._epoch > self._epochs else ITS_LOOP)
-            screen.print_end(self._record, self._epochs)
-
-
-def _check(parts: dict[str, object]) -> None:
-    check_whole(parts, IF_SHARDED)
-    check_equal(parts, IF_SHARDED)
+    def _finish_on_rank_0(self) -> None:
+        self._record.finish(ALL_EPOCHS if self._epoch > self._epochs else ITS_LOOP)
+        screen.print_end(self._record, self._epochs)
 
 
 def _checked(numbers: dict[str, float]) -> dict[str, float]:

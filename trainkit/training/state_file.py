@@ -1,7 +1,7 @@
 """States of a training in files: written whole or not at all, and loaded without running anything.
 
-A state is a dictionary of state_dicts and numbers, as torch.save writes it. The checkpoints, the Recorder's
-own files, and the weights at the end of a run are such files.
+A state is a dictionary of state_dicts and numbers, as torch.save writes it. The checkpoints and the weights
+at the end of a run are such files.
 """
 
 import pickle
@@ -61,7 +61,7 @@ def refuse_shares(parts: dict[str, object]) -> None:
     """Check that no state in `parts` has a tensor of which this rank has only a share.
 
     Raises:
-        UserError: "<name> is split over the ranks, ...". It was split after Run or Recorder had looked.
+        UserError: "<name> is split over the ranks, ...". It was split after Checkpointer had looked.
     """
     for name, part in parts.items():
         if any(is_sharded(tensor) for tensor in _tensors(part)):

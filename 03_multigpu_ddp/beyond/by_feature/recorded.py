@@ -1,7 +1,8 @@
 """Train the classic MNIST network in a loop of your own, in plain PyTorch, and write the record of a stage.
 
-The loop, the data and the network are this file's. The kit's Recorder writes the CSV, and keeps the state
-after every epoch. A signal that the time is over ends the training; started again, it resumes from there.
+The loop, the data and the network are this file's. The kit's Recorder writes the CSV, and its Checkpointer
+saves the whole state, that of the record as well. Stopped by a signal, or killed, and started again, it
+resumes, and its record has the rows of a training that was never stopped.
 
 Try: torchrun --standalone --nproc-per-node=2 recorded.py --epochs 2
 """
@@ -9,6 +10,8 @@ Try: torchrun --standalone --nproc-per-node=2 recorded.py --epochs 2
 import argparse
 import os
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -19,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import datasets, transforms
 
+from trainkit.signals import obey_the_trainer
+from trainkit.training.checkpoint import Checkpointer
 from trainkit.training.recorder import Recorder
 
 DATA = Path(__file__).resolve().parents[3] / "data"  # where `make data` puts MNIST
-# The folder of the job, the same when the job comes back from the queue; by hand the one you are in.
-FOLDER = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
 
 
 class Net(nn.Module):
@@ -44,12 +47,22 @@ class Net(nn.Module):
         return self.fc2(self.dropout2(x))
 
 
+class ResumableSampler(DistributedSampler):
+    """A DistributedSampler that leaves out the first `done` samples of the epoch, which were trained on."""
+
+    done = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self.done, None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     parser.add_argument("--num-workers", type=int, default=4, help="processes that load images, at most")
+    parser.add_argument("--save-every", type=int, default=500, help="steps from one checkpoint to the next")
     args = parser.parse_args()
 
     # 1. Take the GPU of this process (number 0 if it sees no other), then meet the others.
@@ -71,15 +84,18 @@ def main() -> None:
     test_set = datasets.MNIST(args.data_dir, train=False, transform=transform)
     # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
     num_workers = min(args.num_workers, len(os.sched_getaffinity(0)) - 1)
+    worker_seeds = torch.Generator()  # of its own, or the loaders would draw from the numbers of the dropout
     loader_options = {
         "num_workers": num_workers,
         "persistent_workers": num_workers > 0,  # they serve all epochs
         "pin_memory": device.type == "cuda",  # the GPU can fetch such a batch by itself (non_blocking)
+        "worker_init_fn": obey_the_trainer,  # Slurm signals the workers, too: they end only with their rank
+        "generator": worker_seeds,
     }
     # 2. Take one shard of every batch, and of the test images.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size {args.batch_size} does not divide among {world_size} ranks")
-    sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
+    sampler = ResumableSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
     batch_size = args.batch_size // world_size
     test_set = Subset(test_set, range(rank, len(test_set), world_size))
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loader_options)
@@ -87,7 +103,9 @@ def main() -> None:
 
     model = Net().to(device)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    loss_sum = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
+    # Of this rank, over an epoch. Reading a loss in every step would make the CPU wait.
+    loss_sum = torch.zeros(1, device=device)
+    seconds = torch.zeros(1, dtype=torch.float64)
 
     # 3. Average the gradients over all ranks in every backward pass.
     ddp = DistributedDataParallel(model)
@@ -101,15 +119,19 @@ def main() -> None:
         dataset="mnist",
         settings={"dropout": 0.5},
     )
-    checkpoint = FOLDER / "checkpoints" / "recorded.pt"
-    # What has a state_dict. A scheduler, a GradScaler or averaged weights would belong here, too.
-    parts = {"model": model, "optimizer": optimizer}
-    recorder.load(checkpoint, parts)
+    checkpointer = Checkpointer(
+        {"model": model, "optimizer": optimizer, "recorder": recorder},
+        every_steps=args.save_every,
+        per_rank_state={"loss_sum": loss_sum, "seconds": seconds},
+    )
+    first_epoch, step = checkpointer.resume()
 
-    for epoch in range(recorder.first_epoch, args.epochs + 1):
+    for epoch in range(first_epoch, args.epochs + 1):
         sampler.set_epoch(epoch)  # a new order in every epoch
+        sampler.done = step * batch_size
+        worker_seeds.manual_seed(epoch * world_size + rank)
         model.train()
-        started = time.perf_counter()
+        started = time.perf_counter() - seconds.item()  # the epoch may have begun in an earlier start
         for images, labels in train_loader:
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
@@ -118,14 +140,14 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             loss_sum += loss.detach() * len(images)
-            if recorder.should_stop():
-                break
-        # The process that goes on begins this epoch again.
-        if recorder.should_stop():
-            break
-        trained = len(train_loader) * batch_size
+            step += 1
+            seconds.fill_(time.perf_counter() - started)
+            if checkpointer.step(epoch, step):  # a signal came, and all is saved: every rank leaves
+                dist.destroy_process_group()
+                return
+        trained = step * batch_size
         mean = loss_sum.item() / trained  # item() waits for the GPU: all its work is timed
-        seconds = time.perf_counter() - started
+        seconds.fill_(time.perf_counter() - started)
 
         model.eval()
         counts = torch.zeros(2, device=device)  # of right answers, and of images
@@ -137,10 +159,13 @@ def main() -> None:
                 counts[1] += len(labels)
         right, tested = counts.tolist()
         # 4. Report what this rank has; the recorder sums up over all, at the pace of the slowest.
-        recorder.epoch(trained, seconds, mean, test_samples=tested, accuracy=100 * right / tested)
-        recorder.save(checkpoint, parts)
+        recorder.epoch(trained, seconds.item(), mean, test_samples=tested, accuracy=100 * right / tested)
         loss_sum.zero_()
-    recorder.finish(saved=checkpoint if recorder.should_stop() else None)
+        seconds.zero_()
+        step = 0
+        checkpointer.save(epoch + 1)
+    checkpointer.finish()
+    recorder.finish()
     dist.destroy_process_group()
 
 
