@@ -37,8 +37,8 @@ Lists are separated by commas. All other options go to every run unchanged, such
 To continue after a break, give the same command with the --out that the sweep has printed. Finished runs
 are kept, jobs still in Slurm are watched again, failed ones are submitted again. Longer lists add runs.
 
-In the arguments of a plain script {gpus}, {nodes}, {batch}, {batch/gpus} and {folder}, the run's own folder,
-stand for those of each run:
+In the arguments of a plain script, and in --when-requeued, {gpus}, {nodes}, {batch}, {batch/gpus} and
+{folder}, the run's own folder, stand for those of each run:
 
     python slurm/sweep.py --vary lr=0.1,0.01 --gpus 1,2 --batch-size 64 --plain train.py --batch {batch/gpus}
 
