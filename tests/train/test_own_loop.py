@@ -231,6 +231,16 @@ def test_a_rank_that_cannot_write_is_one_sentence_and_the_earlier_checkpoints_st
     assert kept == ["epoch-1-step-3", "epoch-2-step-1"]
 
 
+def test_a_loop_that_does_not_resume_is_told_in_its_first_step(forking: Forking, tmp_path: Path) -> None:
+    """And not at its first checkpoint, which may be minutes later."""
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom trainkit.training.checkpoint import Checkpointer\n"
+        "Checkpointer({'model': torch.nn.Linear(1, 1)}).step(1, 1)\n"
+    )
+    told = forking.run(tmp_path / "own.py", env=ENVIRONMENT, cwd=tmp_path)
+    assert told.returncode != 0 and "call resume()" in told.stderr
+
+
 WHOLE = [
     ("whole", {"BATCH": "8"}, "was made with batch size 4"),
     ("whole", {"ranks": None}, "was made with ranks 2"),

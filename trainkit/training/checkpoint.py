@@ -186,6 +186,7 @@ class Checkpointer:
         """
         if self._is_stopped:
             return True
+        self._check_resumed()
         self._steps_since_save += 1
         is_time = self._every_steps is not None and self._steps_since_save >= self._every_steps
         stop = False
@@ -209,9 +210,7 @@ class Checkpointer:
             UserError: if the weights are not finite, or a file cannot be written, of this checkpoint or of
                 the one before it; earlier checkpoints are kept.
         """
-        if not self._has_resumed:
-            # It would begin anew, and its checkpoints could count as older than those of an earlier start.
-            raise UserError("this training saves checkpoints: call resume() of its Checkpointer before.")
+        self._check_resumed()
         self._wait()
         self._progress = Progress(epoch, step)
         self._check_finite()
@@ -281,6 +280,11 @@ class Checkpointer:
             self.folder.rmdir()
 
     # --- saving -------------------------------------------------------------------------------------
+
+    def _check_resumed(self) -> None:
+        if not self._has_resumed:
+            # It would begin anew, and its checkpoints could count as older than those of an earlier start.
+            raise UserError("this training saves checkpoints: call resume() of its Checkpointer before.")
 
     def _where(self) -> str:
         """Say what is done: before the first step of an epoch, that is the epoch before it."""
