@@ -188,5 +188,5 @@ def _gathered(own: dict[str, object]) -> dict[str, object]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor: its share if fully_shard has split it, else all of it."""
+    """Return this rank's part of a tensor: its shard if fully_shard has split it, else all of it."""
     return tensor.to_local() if is_sharded(tensor) else tensor

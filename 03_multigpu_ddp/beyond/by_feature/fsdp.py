@@ -31,7 +31,7 @@ from trainkit.tuning import tune_process
 @entrypoint
 def main() -> None:
     check_pytorch()
-    how = option("shard", choices=("shard", "ddp"), help="a share of the network on each rank, or all of it")
+    how = option("shard", choices=("shard", "ddp"), help="a shard of the network on each rank, or all of it")
     opts = parse_options(__doc__, how=how)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def split(model: nn.Module, dist_env: DistEnv) -> None:
-    """Leave each rank its share of every weight. A layer is whole only while it is used."""
+    """Leave each rank its shard of every weight. A layer is whole only while it is used."""
     for weights in model.parameters():
         dist.broadcast(weights.detach(), src=0)
     mesh = init_device_mesh(dist_env.device.type, (dist_env.world_size,))

@@ -47,7 +47,7 @@ def main() -> None:
         signal.signal(number, lambda number, _: signals_received.append(number))
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
-        # The same order of samples in a resumed epoch; and GLOBAL_BATCH_SIZE is cut into the ranks' shares.
+        # The same order of samples in a resumed epoch; and GLOBAL_BATCH_SIZE is split into the ranks' shards.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, split_batches=True),
     )
     set_seed(1)

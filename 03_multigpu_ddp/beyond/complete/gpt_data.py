@@ -221,7 +221,7 @@ class TextBatches(Batches):
 
 
 def training(text: Text, opts: Options, dist_env: DistEnv) -> TextBatches:
-    """Return this rank's share of the batches, in a new order every epoch, as `train_loader`."""
+    """Return this rank's part of the batches, in a new order every epoch, as `train_loader`."""
     check_sizes(opts, len(text), dist_env.world_size)
     size = opts.batch_size if opts.dry_run else opts.train_size or len(text)
     of_ranks = opts.batch_size, opts.seed, dist_env.rank, dist_env.world_size
@@ -229,10 +229,10 @@ def training(text: Text, opts: Options, dist_env: DistEnv) -> TextBatches:
 
 
 def validating(text: Text, opts: Options, dist_env: DistEnv) -> TextBatches:
-    """Return this rank's share of the windows for validation, each once, in batches as large as in training.
+    """Return this rank's part of the windows for validation, each once, in batches as large as in training.
 
     Raises:
-        UserError: if there are fewer windows than --test-size, or too few for each rank to have its share.
+        UserError: if there are fewer windows than --test-size, or too few for each rank to get its part.
     """
     size = opts.test_size or len(text)
     if (

@@ -1,4 +1,4 @@
-"""Train a small GPT on generated text with fully_shard: each rank has its share of the network (FSDP).
+"""Train a small GPT on generated text with fully_shard: each rank has one shard of the network (FSDP).
 
 Try: torchrun --standalone --nproc-per-node=2 gpt_fsdp.py
 """
@@ -45,14 +45,14 @@ def main() -> None:
     flops_per_window = opts.context * gpt_metrics.flops_per_token(model)
     if opts.compile:
         compile_blocks(model)
-    # The shares stay in float32. In bf16 a block computes in bf16, and gradients are added up in float32.
+    # The shards stay in float32. In bf16 a block computes in bf16, and gradients are summed in float32.
     compute_dtype = torch.bfloat16 if opts.precision == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh(dist_env.device.type, (dist_env.world_size,))
-    for block in model.blocks:  # each is put together for its own turn only
+    for block in model.blocks:  # the ranks gather each block for its own turn only
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)  # what is outside of the blocks
-    # Rank 0 makes the first weights, in the memory of the CPU, and all take their shares of them.
+    # Rank 0 makes the first weights, in the memory of the CPU, and each rank takes its shard of them.
     model.to_empty(device=dist_env.device)
     whole = build_model(opts).state_dict() if dist_env.rank == 0 else {}
     from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

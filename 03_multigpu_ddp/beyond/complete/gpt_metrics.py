@@ -1,4 +1,4 @@
-"""The share of the GPU's peak (MFU), the lowest loss there is, and the memory of a rank, for the GPTs."""
+"""The fraction of the GPU's peak (MFU), the lowest loss there is, and the memory of a rank, for the GPTs."""
 
 import math
 
