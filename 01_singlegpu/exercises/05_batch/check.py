@@ -70,10 +70,12 @@ def check(workspace: Workspace) -> str:
 
     answer = answers.word("highest_throughput", *BATCHES)
     if runs[answer].fastest < max(run.slowest for run in runs.values()):
-        raise Wrong(f"`highest_throughput = {answer}`: another batch is faster. See the column images/s.")
+        raise Wrong(f"`highest_throughput = {answer}`: a different batch is faster. See the column images/s.")
     answer = answers.word("highest_accuracy", *BATCHES)
     if runs[answer].test_accuracy < max(run.test_accuracy for run in runs.values()):
-        raise Wrong(f"`highest_accuracy = {answer}`: another batch ends with more. See the column acc. %.")
+        raise Wrong(
+            f"`highest_accuracy = {answer}`: a different batch ends with more. See the column acc. %."
+        )
     answer = answers.word("first_at_97", *BATCHES)
     # Where epochs are short, the start of the process decides: so the seconds of training alone count, too.
     soonest = {min(reached, key=lambda batch: runs[batch][by]) for by in ("target_s", "target_train_s")}

@@ -35,7 +35,7 @@ share of that: 1, or 100 %. For the total time, one number of the CSV is enough.
 `epoch["images_per_s"] for epoch in epochs if not epoch["warmup"]`; `epochs[-1]["elapsed_s"]`;
 speedup is `two / one`, efficiency `two / one / devices`. (128, 128) is strong, (128, 256) weak.
 For `batch_alone`, divide the two lines of one device. Strong scaling does the same steps in less time;
-weak scaling does other steps, with more images.
+weak scaling does different steps, with more images.
 """
 SOLUTION = {
     "scaling.py": '''\
@@ -143,8 +143,8 @@ def check(workspace: Workspace) -> str:
     busy = ""
     if two_devices.speedup < 1:
         busy = (
-            " Two devices slower than one: if other programs used the cores meanwhile, run it again, or take "
-            "`recorded` runs."
+            " Two devices are slower than one here. If other programs used the cores meanwhile, run it "
+            "again, or take `recorded` runs."
         )
     return (
         f"Strong scaling with batch 128: {two_devices.speedup:.2f} times, efficiency "

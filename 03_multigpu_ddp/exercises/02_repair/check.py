@@ -336,7 +336,7 @@ def wrong_gradient(ranks: list[Seen]) -> str | None:
         return None
     return (
         f"The gradient that the optimizer gets on two ranks is {factor:.2f} times that of the whole batch "
-        "in one process. With another number of ranks, it is another factor."
+        "in one process. With a different number of ranks the factor is different, too."
     )
 
 
@@ -407,7 +407,7 @@ def wrong_files(ranks: list[Seen]) -> str | None:
     if len(files) == 1 and ranks[0]["saved"]:
         return None
     if len({file for file, _ in files}) > 1:
-        return "Every rank saves another file, and all these files have the same weights."
+        return "Every rank saves a file of its own, and all of them have the same weights."
     if files:
         return (
             "Several ranks write the same file at the same time. On two nodes, one writer per node is also "
@@ -450,5 +450,5 @@ TOLD_WHEN_DONE = [
     (SCRIPT, "        dist.barrier()\n        start", "        start", "while it waits"),
     (SCRIPT, SAVE, "    torch.save(", "write the same file"),
     (SCRIPT, "torch.save(model.module.", "torch.save(model.", "cannot load that"),
-    (SCRIPT, SAVE + WHERE, "    torch.save(" + WHERE + '" f"{rank}', "saves another file"),
+    (SCRIPT, SAVE + WHERE, "    torch.save(" + WHERE + '" f"{rank}', "a file of its own"),
 ]  # fmt: skip

@@ -99,7 +99,7 @@ SOLUTION = {
 -        loss = train_epoch(model, batches, optimizer, device)
 +        shares.set_epoch(epoch)
 +        loss = train_epoch(ddp, batches, optimizer, device)
-+        for buffer in model.buffers():  # each rank has seen other images: validate and save those of one
++        for buffer in model.buffers():  # each rank has seen different images: validate and save those of one
 +            dist.broadcast(buffer, src=0)
 @@
 +        if rank > 0:
@@ -313,7 +313,7 @@ def wrong_gpu(program: ModuleType, rank: int, local_rank: int) -> None:
 
 def wrong_shares(ranks: list[Seen]) -> None:
     if not all(seen["met"] for seen in ranks):
-        raise Wrong("The two processes did not meet: each trained another network.")
+        raise Wrong("The two processes did not meet: each trained a network of its own.")
     for rank, seen in enumerate(ranks):
         if len(seen["read"]) != 4:
             raise Wrong(

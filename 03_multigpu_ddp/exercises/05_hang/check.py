@@ -33,7 +33,7 @@ line is the first of train.py below them? `--locals` shows the `rank` of each pr
 
 ## 2
 
-Two ranks are in one line, and the third is in another: it was never where they are. From their line, go
+Two ranks are in one line, and the third is in a different one: it never reached theirs. From their line, go
 outwards, call by call, to a condition that only they have passed. What did each rank compare? The
 `--locals` of `main` show that, too.
 
@@ -60,7 +60,7 @@ IF = "        if error < best:\n            best = error\n            saved.appe
 SAVE = "            save(model)\n"
 ALWAYS = "        save(model)\n"
 WRONG = [
-    ("answers.txt", "rank_1 = 30", "rank_1 = 44", "`line_of_rank_1`: rank 1 is in another line"),
+    ("answers.txt", "rank_1 = 30", "rank_1 = 44", "`line_of_rank_1`: rank 1 is in a different line"),
     ("answers.txt", "rank_0 = 44", "rank_0 = 66", "only calls"),
     ("answers.txt", "rank_2 = 44", "rank_2 = 6371", "a line of PyTorch"),
     ("answers.txt", "left = 1", "left = 0", "Rank 0 is in the same line as another rank"),
@@ -104,7 +104,7 @@ def check_answers(answers: Answers) -> None:
             raise Wrong(f"`{name}`: line {answer:.0f} only calls the function in which the rank waits.")
         if answer != true:
             raise Wrong(
-                f"`{name}`: rank {rank} is in another line. Its process is the one with `rank: {rank}`."
+                f"`{name}`: rank {rank} is in a different line. Its process is the one with `rank: {rank}`."
             )
     if answers.number("left") != 1:
         raise Wrong(f"Rank {answers['left']} is in the same line as another rank: which rank is alone?")

@@ -58,7 +58,7 @@ WRONG = [
     (SCRIPT, BOTH, BOTH.replace("grad", "data"), "not the weights"),
     (SCRIPT, "in model.parameters()", "in list(model.parameters())[-1:]", "Only some of the gradients"),
     (SCRIPT, "if weights.grad is not None", "if True", "the frozen layer"),
-    (SCRIPT, REDUCE, "dist.reduce(weights.grad, dst=0)", "Rank 1 has other gradients"),
+    (SCRIPT, REDUCE, "dist.reduce(weights.grad, dst=0)", "The gradients of rank 1 differ"),
     (SCRIPT, REDUCE, "dist.get_rank() == 0 and " + REDUCE, "the same calls"),
     (SCRIPT, REDUCE, "dist.all_reduce(weights.grad.clone())", "not a copy"),
     ("answers.txt", "= 4", "= 1", "`forgot_to_divide`"),
@@ -134,7 +134,9 @@ def judge(ranks: list[dict[str, list]], size: int) -> None:
         if number and all(
             equal(got, whole) for got, whole in zip(ranks[0]["got"], rank["whole"], strict=True)
         ):
-            raise Wrong(f"Rank {number} has other gradients than rank 0. Every rank needs the mean.")
+            raise Wrong(
+                f"The gradients of rank {number} differ from those of rank 0. Every rank needs the mean."
+            )
         factor = torch.tensor(rank["got"][1]).sum() / torch.tensor(rank["whole"][1]).sum()
         raise Wrong(
             f"On {size} ranks, the gradient is {factor:.2f} times that of the whole batch in one process. "

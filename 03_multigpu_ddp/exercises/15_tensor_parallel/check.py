@@ -69,7 +69,7 @@ SUM = "        dist.all_reduce(part)\n"
 END = "return gradient\n\n\ndef"
 WRONG = [
     (SCRIPT, "data.chunk(size, dim=0)[rank]", "data", "`up` has the shape (12, 4)"),
-    (SCRIPT, "chunk(size, dim=1)[rank]", "chunk(size, dim=1)[0]", "Rank 1 has another part"),
+    (SCRIPT, "chunk(size, dim=1)[rank]", "chunk(size, dim=1)[0]", "Rank 1 has the wrong part"),
     (SCRIPT, SUM, "", "a part of the sum"),
     (SCRIPT, SUM, SUM + "        part /= dist.get_world_size()\n", "not a mean"),
     (SCRIPT, "        dist.all_reduce(gradient)\n", "", "gradient of x"),
@@ -170,7 +170,7 @@ def judge_share(name: str, rank: int, of_rank: torch.Tensor, of_whole: torch.Ten
             f"make {tuple(of_whole.shape)}."
         )
     if not of_rank.equal(of_whole):
-        raise Wrong(f"Rank {rank} has another part of `{name}` than its own: the parts are in order of rank.")
+        raise Wrong(f"Rank {rank} has the wrong part of `{name}`: the parts are in order of rank.")
 
 
 def judge(rank: int, seen: dict[str, object]) -> None:

@@ -168,7 +168,7 @@ def check_names(row: dict[str, object]) -> None:
     """Say which name in the CSV is still that of the stage."""
     if row["stage"] == "ddp":
         raise Wrong(
-            "The run is still called ddp: tables would mistake it for the stage. Give `Run` another name."
+            "The run is still called ddp: tables would mistake it for the stage. Give `Run` a different name."
         )
     if row["dataset"] != "waves":
         raise Wrong(

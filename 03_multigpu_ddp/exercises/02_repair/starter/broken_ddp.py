@@ -24,7 +24,7 @@ SEED = 1
 def main() -> None:
     """Train; nothing in this function needs repair."""
     rank, size = join()
-    torch.manual_seed(SEED + rank)  # each rank drops other neurons
+    torch.manual_seed(SEED + rank)  # each rank drops different neurons
     train_set, validation_set = split(load(6_000, seed=1))
     loader = training_batches(train_set, rank, size)
     model = DistributedDataParallel(network())
