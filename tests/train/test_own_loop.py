@@ -19,15 +19,16 @@ import time
 
 import torch
 import torch.distributed as dist
-from trainkit.training.stop_signal import StopSignal
+from trainkit.training.checkpoint import Checkpointer
 
 dist.init_process_group("gloo")
-stop_signal = StopSignal(torch.device("cpu"))
+checkpointer = Checkpointer({"model": torch.nn.Linear(1, 1)})
+checkpointer.resume()
 for step in range(1, 10_000):
     if step == 3 and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGUSR2)
     time.sleep(0.001)
-    if stop_signal.should_stop():
+    if checkpointer.step(1, step):
         break
 steps = [0] * dist.get_world_size()
 dist.all_gather_object(steps, step)
@@ -39,7 +40,7 @@ dist.destroy_process_group()
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(forking: Forking, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(STOPPED)
-    done = succeeded(forking.run(tmp_path / "own.py", ranks=2, env=ENVIRONMENT))
+    done = succeeded(forking.run(tmp_path / "own.py", ranks=2, env=ENVIRONMENT, cwd=tmp_path))
     steps_of_ranks = set(done.stdout.partition("left after steps ")[2].split())
     assert len(steps_of_ranks) == 1
     assert 3 <= int(steps_of_ranks.pop()) < 9_999

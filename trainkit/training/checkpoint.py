@@ -149,7 +149,7 @@ class Checkpointer:
         self._settings = self._describe_training(settings or {}, any_world_size)
         self._seed = process_group.broadcast(torch.initial_seed())
         device = _device_of(parts)
-        self._stop_signal = StopSignal(device)
+        self._stop_signal = StopSignal()
         self._agreement = Agreement(device)
         self._is_stopped = False
         self._has_resumed = False

@@ -55,26 +55,14 @@ class Agreement:
 
 
 class StopSignal:
-    """Tells a loop that a signal asked some rank to save and stop.
+    """Notes whether a signal asked this process to save and stop: from its creation on, USR2 or SIGTERM.
 
-        stop_signal = StopSignal(device)
-        for batch in loader:
-            ...  # the training step
-            if stop_signal.should_stop():
-                ...  # save, and leave the loop
-
-    From its creation on, USR2 and SIGTERM do not end the process. Every rank creates one after the process
-    group, and calls its methods at the same points.
-
-    Args:
-        device: that the rank trains on.
+    They then do not end the process.
     """
 
     _was_sent = False  # to this process, whichever of its loops hears it
 
-    def __init__(self, device: torch.device) -> None:
-        self._agreement = Agreement(device)
-        self._is_agreed = False
+    def __init__(self) -> None:
         hear_stop(_note_signal)
         unblock_stop_signals()
 
@@ -82,12 +70,6 @@ class StopSignal:
     def was_sent(self) -> bool:
         """Return whether this process got the signal; other ranks may have got none, or not yet."""
         return StopSignal._was_sent
-
-    def should_stop(self) -> bool:
-        """Return whether any rank was asked to stop: the same on all ranks. Call it after every step."""
-        if not self._is_agreed and self._agreement.is_due():
-            (self._is_agreed,) = self._agreement.ask(self.was_sent)
-        return self._is_agreed
 
 
 def _note_signal(*_: object) -> None:
