@@ -112,7 +112,7 @@ def test_make_installs_what_a_target_needs(
 
 def test_what_a_learner_runs_is_installed_by_make() -> None:
     """All that the lessons, exercises and commands import, but for what their pages tell to install."""
-    told_to_install = {"lightning", "wandb", "mlflow"}
+    told_to_install = {"lightning", "accelerate", "transformers", "hydra", "omegaconf", "wandb", "mlflow"}
     project = load_file(REPOSITORY / "pyproject.toml")["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["course"]]
     declared = {"trainkit", *(re.match(r"[\w-]+", requirement)[0] for requirement in needed)}
