@@ -401,7 +401,7 @@ def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end(checkout: Checkout) -
     assert checkup.STEP_SECONDS > 60
     (wait,) = re.findall(r"^srun .* --wait=(\d+)", cli.JOB_SCRIPT.read_text(), re.MULTILINE)
     told = checkout.run(*command(checkout, "--help")).stdout
-    (minutes,) = re.findall(r"--time MIN\s.*?\(default:\s(\d+)\)", told, re.DOTALL)
+    (minutes,) = re.findall(r"--time MIN\s.*?\(default:\s+(\d+)", told, re.DOTALL)
     assert 2 * checkup.STEP_SECONDS <= int(wait) < int(minutes) * 60
 
 

@@ -1,6 +1,7 @@
 """The table of the record's columns, and what follows from it."""
 
 import math
+import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -107,7 +108,8 @@ def test_what_shapes_a_training_without_a_column_is_in_its_settings() -> None:
 
 def test_an_option_of_a_declaration_and_a_line_of_the_table(tmp_path: Path) -> None:
     """It is recorded and no repeat, and stands in the label and in the command of a next run."""
-    env = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests' / 'unit'}"}
+    folders = (REPOSITORY, REPOSITORY / "tests", REPOSITORY / "tests" / "unit")
+    env = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     done = succeeded(ran(sys.executable, "-c", MADE_UP, tmp_path, env=env))
     variants, command = done.stdout.splitlines()
     assert variants == "['', 'momentum 0.9']"
