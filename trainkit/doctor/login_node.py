@@ -192,7 +192,8 @@ def _of_problem(problem: dict, python: str, script: str) -> Finding:
     fix = f"try that line in {shlex.quote(python)}"
     missing = problem.get("missing", "").partition(".")[0]
     if missing == "trainkit":
-        fix = f"install the kit there: {shlex.quote(python)} -m pip install -e {shlex.quote(str(REPOSITORY))}"
+        install = [python, "-m", "pip", "install", "--no-deps", "-e", str(REPOSITORY)]
+        fix = f"install the kit there: {shlex.join(install)}"
     elif missing:
         fix = _how_to_install(python, missing)
     return Finding("script", FAULT, f"{where}: {problem['error']}", fix)

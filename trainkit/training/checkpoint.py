@@ -106,8 +106,8 @@ class Checkpointer:
 
     Args:
         parts: what is saved, by name: anything with a state_dict and load_state_dict, such as the network
-            (wrapped or not), the optimizer, the lr_scheduler, a GradScaler, averaged weights; or a tensor that
-            the loop changes in place: what it binds to a new object would be saved as it is now.
+            (wrapped or not), the optimizer, the lr_scheduler, a GradScaler, averaged weights; or a tensor
+            that the loop changes in place: of a name that it binds anew, the first object would be saved.
             They are the same on all ranks, or rank 0's count. Of a network that is split over the ranks,
             `Sharded(model, optimizer)` is one part in place of both.
         folder: by default `checkpoints` in the job's own folder; by hand in the one you are in. Split parts
