@@ -4,10 +4,10 @@
 # Complete examples for conda, venv, Apptainer, Podman and pyxis are in slurm/sites/.
 # slurm/README.md explains every option. A line that you leave out keeps its default.
 
-# --- 1. What to ask Slurm for -------------------------------------------------------------------
+# --- 1. What to request from Slurm --------------------------------------------------------------
 # submit.py, sweep.py and doctor.py read these by themselves. For plain `sbatch`, first run
-# `source slurm/site.sh` in your shell. They overrule the #SBATCH lines of the job scripts;
-# options on sbatch's command line overrule both.
+# `source slurm/site.sh` in your shell. They override the #SBATCH lines of the job scripts;
+# options on sbatch's command line override both.
 #export SBATCH_PARTITION=gpu
 #export SBATCH_ACCOUNT=my-project
 #export SBATCH_RESERVATION=workshop
@@ -15,8 +15,8 @@
 #export SBATCH_CONSTRAINT=a100
 #export SBATCH_TIMELIMIT=10                # minutes; where the partition allows less than our 30
 
-# How submit.py, sweep.py and doctor.py ask for GPUs, CPU cores and memory. %d is the number: of a
-# node's GPUs, of a task's cores, ... as the option counts them. Empty: not asked for.
+# How submit.py, sweep.py and doctor.py request GPUs, CPU cores and memory. %d is the number: of a
+# node's GPUs, of a task's cores, ... as the option counts them. Empty requests none.
 #SITE_GPUS=--gres=gpu:a100:%d              # default: --gpus-per-node=%d
 #SITE_CPUS=--cpus-per-gpu=%d               # default: --cpus-per-task=%d
 #SITE_MEM=--mem-per-gpu=%dG                # default: --mem=%dG
@@ -29,7 +29,7 @@
 #    conda activate tutorial
 #}
 
-# A command to put before `python`, for sites that run it in a container; slurm/containers builds the image.
+# A command that is put before `python`, for sites that run it in a container; slurm/containers builds the image.
 #SITE_CONTAINER=(apptainer exec --nv "$HOME/images/tutorial.sif")
 
 # --- 3. Where things are; all of these must be on a file system that every node sees ------------

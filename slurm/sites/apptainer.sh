@@ -5,7 +5,7 @@ export SBATCH_PARTITION=gpu
 
 activate_environment() {
     module load apptainer
-    export PYTHONNOUSERSITE=1 # Apptainer shows your home: packages in ~/.local are not to mix with the image's
+    export PYTHONNOUSERSITE=1 # Apptainer shows your home: keep packages in ~/.local apart from those of the image
 }
 
 # --nv brings the GPU driver of the node into the container, --bind the checkout and the data.

@@ -3,7 +3,7 @@
 #     cp slurm/sites/podman.sh slurm/site.sh
 export SBATCH_PARTITION=gpu
 
-# Each node keeps its own images. A node without this one loads it from a file that all nodes see.
+# Each node keeps its own images. A node without the image loads it from a file that all nodes see.
 activate_environment() {
     local on_each=()
     [[ -z ${SLURM_JOB_ID:-} ]] || on_each=(srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
@@ -13,7 +13,7 @@ activate_environment() {
 }
 
 # Into the container go the job's variables and network, the checkout and the data at the same paths, and the GPUs.
-# Without separate cgroups it ends with its job's step, as Slurm finds it there. `python` is the image's.
+# Without separate cgroups, Slurm finds the container and ends it with its step. `python` is that of the image.
 SITE_CONTAINER=(
     podman run --rm --network=host --ipc=host --cgroups=disabled --security-opt=label=disable
     --env-host --env=PATH=/usr/local/bin:/usr/bin:/bin --unsetenv=LD_LIBRARY_PATH
@@ -22,4 +22,4 @@ SITE_CONTAINER=(
     tutorial
 )
 SITE_DATA_DIR=/shared/datasets/mnist
-SITE_MONITOR=off # each container has process numbers of its own: the sampler would not find the ranks
+SITE_MONITOR=off # each container numbers its own processes: the monitor would not find the ranks

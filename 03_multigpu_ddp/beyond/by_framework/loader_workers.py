@@ -1,4 +1,4 @@
-"""What the scripts beside this give to their loaders as `worker_init_fn`."""
+"""The `worker_init_fn` of the loaders in the scripts beside this file."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ import threading
 
 
 def obey_the_trainer(_worker: int) -> None:
-    """In a loader worker, end when the training process says so (SIGTERM), but not when Slurm does.
+    """Let a loader worker end when the training process sends SIGTERM, but not when Slurm does.
 
     Slurm signals all processes of a job. A worker that ended by that would end the training, unsaved.
     """

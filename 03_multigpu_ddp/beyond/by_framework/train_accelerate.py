@@ -20,7 +20,7 @@ EPOCHS = 5
 GLOBAL_BATCH_SIZE = 64
 CHECK_STEPS = 10  # every so many steps, the ranks ask each other whether to stop
 SAVE_STEPS = 50
-# The folder of the job, the same when the job comes back from the queue; by hand the one you are in.
+# The job's folder, which stays the same when the job is requeued. Without a job, the current folder.
 JOB = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
 CHECKPOINTS = JOB / "checkpoints"
 
@@ -30,7 +30,7 @@ def newest_checkpoint() -> Path | None:
 
 
 def save(accelerator: Accelerator, step: int) -> None:
-    """Save the whole state as `step_N`; a process that is killed meanwhile leaves the one before it whole."""
+    """Save the whole state as `step_N`; a process killed meanwhile leaves the previous one intact."""
     before = newest_checkpoint()
     accelerator.save_state(CHECKPOINTS / "unfinished")
     accelerator.wait_for_everyone()
@@ -79,8 +79,8 @@ def main() -> None:
             step += 1
             if signals_received:
                 accelerator.set_trigger()
-            within_epoch = step % len(train_loader) > 0  # what comes at its end is not left out
-            # It is true on all ranks, or on none.
+            within_epoch = step % len(train_loader) > 0  # a stop at its end would skip what follows
+            # `check_trigger` is true on all ranks, or on none.
             stop = within_epoch and step % CHECK_STEPS == 0 and accelerator.check_trigger()
             if stop or step % SAVE_STEPS == 0:
                 save(accelerator, step)

@@ -24,13 +24,13 @@ from transformers import (
 
 GLOBAL_BATCH_SIZE = 64
 CHECK_STEPS = 10  # every so many steps, the ranks ask each other whether to stop
-# The folder of the job, the same when the job comes back from the queue; by hand the one you are in.
+# The job's folder, which stays the same when the job is requeued. Without a job, the current folder.
 JOB = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
 CHECKPOINTS = JOB / "checkpoints"
 
 
 class Counting(Dataset):
-    """Sequences of 16 tokens, each the one before it plus 1."""
+    """Sequences of 16 tokens, each token the previous one plus 1."""
 
     def __len__(self) -> int:
         return 1280
@@ -41,14 +41,14 @@ class Counting(Dataset):
 
 
 def newest_whole_checkpoint() -> str | None:
-    """Return the newest folder in which the state is: the Trainer writes that last."""
+    """Return the newest folder that contains the state, which the Trainer writes last."""
     saved = [path.parent for path in CHECKPOINTS.glob("checkpoint-*/trainer_state.json")]
     newest = max(saved, key=lambda folder: int(folder.name.removeprefix("checkpoint-")), default=None)
     return str(newest) if newest else None
 
 
 class StopOnSignal(TrainerCallback):
-    """Saves, and stops all ranks after the same step, when one of them got a signal."""
+    """Saves, and stops all ranks after the same step, when one of them received a signal."""
 
     def __init__(self) -> None:
         self.signals_received = []
@@ -89,8 +89,8 @@ def main() -> None:
         save_steps=50,
         save_total_limit=2,
         logging_strategy="epoch",
-        report_to="none",  # by default every tracker that is installed, and these want internet
-        disable_tqdm=True,  # a log is no terminal
+        report_to="none",  # by default it reports to every installed tracker, and trackers need internet
+        disable_tqdm=True,  # a log is not a terminal
         ddp_find_unused_parameters=False,
         use_cpu=not torch.cuda.is_available(),
     )

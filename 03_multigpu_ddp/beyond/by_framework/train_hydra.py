@@ -64,7 +64,7 @@ def main(cfg: DictConfig) -> None:
             optimizer.step()
             step += 1
             stop = False
-            within_epoch = step % len(train_loader) > 0  # what comes at its end is not left out
+            within_epoch = step % len(train_loader) > 0  # a stop at its end would skip what follows
             if within_epoch and step % cfg.check_steps == 0:
                 received = torch.tensor(len(signals_received), device=device)
                 dist.all_reduce(received)  # all ranks stop after the same step

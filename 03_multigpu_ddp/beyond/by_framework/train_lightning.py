@@ -20,7 +20,7 @@ EPOCHS = 5
 GLOBAL_BATCH_SIZE = 64
 CHECK_STEPS = 10  # every so many steps, the ranks ask each other whether to stop
 SAVE_STEPS = 50
-# The folder of the job, the same when the job comes back from the queue; by hand the one you are in.
+# The job's folder, which stays the same when the job is requeued. Without a job, the current folder.
 JOB = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
 CHECKPOINT = JOB / "checkpoints" / "last.ckpt"
 
@@ -41,12 +41,12 @@ class Classifier(LightningModule):
 
 
 class ResumableLoader(DataLoader):
-    """A loader whose place in the epoch is a part of Lightning's checkpoint."""
+    """A loader whose position in the epoch is part of Lightning's checkpoint."""
 
     batches_done = 0
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        self.batches_done %= len(self)  # a whole epoch: the next one begins
+        self.batches_done %= len(self)  # after a whole epoch, the next one begins
         for batch in islice(super().__iter__(), self.batches_done, None):
             self.batches_done += 1
             yield batch
@@ -59,7 +59,7 @@ class ResumableLoader(DataLoader):
 
 
 class SaveAndStop(Callback):
-    """Saves every so many steps, and stops all ranks after the same step when one of them got a signal."""
+    """Saves every SAVE_STEPS steps, and stops all ranks after the same step when one received a signal."""
 
     def __init__(self) -> None:
         self.signals_received = []
@@ -99,13 +99,13 @@ def main() -> None:
     )
     save_and_stop = SaveAndStop()
     trainer = Trainer(
-        devices=local_world_size,  # as the job has them, which Lightning compares with Slurm's variables
+        devices=local_world_size,  # as in the job: Lightning compares this with Slurm's variables
         num_nodes=world_size // local_world_size,
         max_epochs=EPOCHS,
         callbacks=[save_and_stop],
         enable_checkpointing=False,  # the callback saves
-        use_distributed_sampler=False,  # ours is one already
-        enable_progress_bar=False,  # a log is no terminal
+        use_distributed_sampler=False,  # the loader already has one
+        enable_progress_bar=False,  # a log is not a terminal
         logger=False,
     )
     resumes = CHECKPOINT.exists()
