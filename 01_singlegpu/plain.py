@@ -60,7 +60,7 @@ class ResumableSampler(DistributedSampler):
 
 
 def obey_the_trainer(_worker: int) -> None:
-    """In a loader worker, end when the training process says so (SIGTERM), but not when Slurm does.
+    """Let a loader worker end when the training process sends SIGTERM, but not when Slurm does.
 
     Slurm signals all processes of a job. A worker that ended by that would end the training, unsaved.
     """
@@ -95,13 +95,13 @@ def set_random_states(states: dict[str, object], device: torch.device) -> None:
 
 
 def write_whole(state: dict[str, object], path: Path) -> None:
-    """Write the file whole or not at all: if this process is killed meanwhile, the one before it is left."""
+    """Write the file whole or not at all: if this process is killed meanwhile, the old file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".new")
     with unfinished.open("wb") as file:
         torch.save(state, file)
         file.flush()
-        os.fsync(file.fileno())  # it has to be on the disk before it replaces the other
+        os.fsync(file.fileno())  # it has to be on the disk before it replaces the old file
     unfinished.replace(path)
 
 
@@ -119,7 +119,7 @@ def main() -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(1)
-    torch.set_float32_matmul_precision("high")  # GPUs that have TF32 multiply float32 matrices in it
+    torch.set_float32_matmul_precision("high")  # on GPUs with TF32, float32 matrices are multiplied in it
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
     if not Path(args.data_dir, "MNIST").is_dir():
@@ -127,17 +127,17 @@ def main() -> None:
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
     train_set = datasets.MNIST(args.data_dir, train=True, transform=transform)
     test_set = datasets.MNIST(args.data_dir, train=False, transform=transform)
-    # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
+    # Worker processes prepare the next batches, on the CPU cores that this process may use.
     num_workers = min(args.num_workers, len(os.sched_getaffinity(0)) - 1)
-    worker_seeds = torch.Generator()  # of its own, or the loaders would draw from the numbers of the dropout
+    worker_seeds = torch.Generator()  # separate: loaders must not use up the random numbers of dropout
     loader_options = {
         "num_workers": num_workers,
-        "persistent_workers": num_workers > 0,  # they serve all epochs
+        "persistent_workers": num_workers > 0,  # the same processes serve all epochs
         "pin_memory": device.type == "cuda",  # the GPU can fetch such a batch by itself (non_blocking)
         "worker_init_fn": obey_the_trainer,
         "generator": worker_seeds,
     }
-    # For one process this sampler only shuffles. Its order follows from the epoch, so a resume has the same.
+    # For one process this sampler only shuffles. Its order depends only on the epoch, also after a resume.
     sampler = ResumableSampler(train_set, num_replicas=1, rank=0, drop_last=True)
     batch_size = args.batch_size
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loader_options)
@@ -152,7 +152,7 @@ def main() -> None:
     loss_sum = torch.zeros(1, device=device)  # reading a loss in every step would make the CPU wait
 
     checkpoint = FOLDER / "checkpoints" / "plain.pt"
-    # What has a state_dict. A GradScaler or averaged weights would belong here, too.
+    # Everything that has a state_dict. A GradScaler or averaged weights would belong here, too.
     parts = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
     weights = sum(parameter.numel() for parameter in model.parameters())
     settings = {"batch size": args.batch_size, "weights": weights}
@@ -167,7 +167,7 @@ def main() -> None:
     first_epoch = 1
     step = 0
     if checkpoint.exists():
-        # To the CPU, where random states have to be. Each part moves its own tensors to its device.
+        # Load to the CPU, where random states have to be. Each part moves its own tensors to its device.
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
         if saved.get("settings") != settings:
             raise SystemExit(f"{checkpoint} has {saved.get('settings')}, not {settings}: move it away")

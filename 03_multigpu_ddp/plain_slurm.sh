@@ -9,7 +9,7 @@
 #SBATCH --cpus-per-task=4         # CPU cores for each process: one for itself, three that load images
 #SBATCH --mem=32G                 # of each node
 #SBATCH --time=00:30:00
-#SBATCH --signal=USR2@60          # so long before the limit the ranks get USR2: they save and stop
+#SBATCH --signal=USR2@60          # 60 seconds before the limit, the ranks receive USR2: they save and stop
 #SBATCH --requeue                 # the job may go back to the queue,
 #SBATCH --open-mode=append        # and goes on in the same log
 

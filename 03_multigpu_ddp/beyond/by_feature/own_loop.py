@@ -68,7 +68,7 @@ def main() -> None:
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
     train_set = datasets.MNIST(args.data_dir, train=True, transform=transform)
     sampler = ResumableSampler(train_set, drop_last=True)
-    worker_seeds = torch.Generator()  # of its own, or the loader would draw from the numbers of the dropout
+    worker_seeds = torch.Generator()  # separate: the loader must not use up the random numbers of dropout
     train_loader = DataLoader(
         train_set,
         args.batch_size,

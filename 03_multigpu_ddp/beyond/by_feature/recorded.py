@@ -82,12 +82,12 @@ def main() -> None:
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.1307, 0.3081)])
     train_set = datasets.MNIST(args.data_dir, train=True, transform=transform)
     test_set = datasets.MNIST(args.data_dir, train=False, transform=transform)
-    # Processes beside this one prepare the next batches, on the CPU cores that this one may use.
+    # Worker processes prepare the next batches, on the CPU cores that this process may use.
     num_workers = min(args.num_workers, len(os.sched_getaffinity(0)) - 1)
-    worker_seeds = torch.Generator()  # of its own, or the loaders would draw from the numbers of the dropout
+    worker_seeds = torch.Generator()  # separate: loaders must not use up the random numbers of dropout
     loader_options = {
         "num_workers": num_workers,
-        "persistent_workers": num_workers > 0,  # they serve all epochs
+        "persistent_workers": num_workers > 0,  # the same processes serve all epochs
         "pin_memory": device.type == "cuda",  # the GPU can fetch such a batch by itself (non_blocking)
         "worker_init_fn": obey_the_trainer,  # Slurm signals the workers, too: they end only with their rank
         "generator": worker_seeds,
