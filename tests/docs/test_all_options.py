@@ -111,6 +111,10 @@ WITHOUT = {
     "trainkit/jobs/in_job.py",  # asked by slurm/job_env.sh
     "trainkit/jobs/as_main.py",  # started by plain.py
     "trainkit/jobs/plain.py",  # started by the job scripts
+    "03_multigpu_ddp/beyond/by_framework/train_accelerate.py",
+    "03_multigpu_ddp/beyond/by_framework/train_hf_trainer.py",
+    "03_multigpu_ddp/beyond/by_framework/train_hydra.py",
+    "03_multigpu_ddp/beyond/by_framework/train_lightning.py",
     "trainkit/distributed/torchrun.py",  # torchrun's own
     "trainkit/workshop/learn.py",
     "tools/lessons.py",
