@@ -21,7 +21,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"  # where `make data` puts MN
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch-size", type=int, default=128, help="images per step")
-    parser.add_argument("--steps", type=int, default=12, help="how many to train, 11 or more")
+    parser.add_argument("--steps", type=int, default=12, help="how many to train, 11 or more, of one epoch")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     parser.add_argument("--num-workers", type=int, default=4, help="processes that load images, at most")
     parser.add_argument("--trace", metavar="FILE", help="also write the timeline, such as trace.json.gz")
@@ -70,8 +70,9 @@ def main() -> None:
     # next three are recorded.
     when = schedule(skip_first=5, wait=1, warmup=2, active=3, repeat=1)
     loss_sum = torch.zeros((), device=device)
+    steps = min(args.steps, len(loader))
     with profile(activities=activities, schedule=when, on_trace_ready=show) as profiler:
-        for images, labels in islice(loader, args.steps):
+        for images, labels in islice(loader, steps):
             images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
             labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
@@ -81,7 +82,7 @@ def main() -> None:
             optimizer.step()
             loss_sum += loss.detach()
             profiler.step()
-    print(f"mean loss of {args.steps} steps: {loss_sum.item() / args.steps:.3f}")
+    print(f"mean loss of {steps} steps: {loss_sum.item() / steps:.3f}")
 
 
 if __name__ == "__main__":
