@@ -142,7 +142,7 @@ slurm/site.sh."
 # job's log, where it would count as a rank.
 sample() {
     local gpus=()
-    trap : TERM # scancel sends it here, too, and the sampler has a verdict to give
+    trap : TERM # scancel sends it here, too, and the monitor has a verdict to give
     if [[ ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gpu* ]]; then
         gpus=("--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}")
     fi

@@ -4,7 +4,7 @@
 
 A GPU is a dict with some of `GPU`, which has the units and stands for the rest, and perhaps with a uuid: one
 that begins with MIG- makes it a slice of a card, found by this name only. A value is what NVML answers to
-every call, or a list: one answer to each call, the last for good. The sampler asks for each once in a sample,
+every call, or a list: one answer to each call, the last for good. The monitor asks for each once in a sample,
 so that a list is what it sees from one sample to the next. An answer may be an error: NOT_SUPPORTED,
 NO_PERMISSION, GPU_IS_LOST, UNKNOWN and whatever else follows NVML_ERROR_.
 

@@ -1,4 +1,4 @@
-"""A sampler of a node that runs as a process of its own, and what it has written."""
+"""The monitor of a node, run as its own process, and what it has written."""
 
 import math
 import os
@@ -19,7 +19,7 @@ NODE = "node-1"
 # In a container NVML may tell other numbers of processes, or none at all.
 THIS_NAMESPACE = Path("/proc/self/ns/pid").readlink()
 NO_RANK = "-" if Path(gpus.PROCESSES_OF_THE_HOST) == THIS_NAMESPACE else "?"
-# A sampler has no need of these, and shares the memory of the job.
+# The monitor does not need these, and shares the memory of the job.
 HEAVY = ("torch", "numpy", "pandas", "matplotlib")
 MOST_BYTES = 50e6
 # NVML's library took half of 53 MB beside an H100.
@@ -62,7 +62,7 @@ Row = dict[str, object]
 def start_sampler(
     folder: Path, period: float = 0.1, most: float = math.inf, **variables: str | None
 ) -> subprocess.Popen:
-    """Start the sampler of the job whose folder is `folder`; a variable that is None is not set."""
+    """Start the monitor of the job whose folder is `folder`; a variable that is None is not set."""
     command = [sys.executable, "-c", PROGRAM, folder / samples.FOLDER, period, most]
     command.append(f"TRAINKIT_JOB_DIR={folder}")
     environment = ENVIRONMENT | {"SLURMD_NODENAME": NODE} | variables
@@ -72,7 +72,7 @@ def start_sampler(
 
 @contextmanager
 def running_sampler(folder: Path, **arguments: object) -> Iterator[subprocess.Popen]:
-    """Run a block beside a sampler that ends well, and was light."""
+    """Run a block beside a monitor that ends well, and was light."""
     with start_sampler(folder, **arguments) as sampler:
         try:
             yield sampler
@@ -86,7 +86,7 @@ def running_sampler(folder: Path, **arguments: object) -> Iterator[subprocess.Po
 
 
 def rows_so_far(folder: Path, kind: str | None = None) -> list[Row]:
-    """Return the rows that a sampler has written so far, all or those of a node, a GPU or a rank."""
+    """Return the rows that a monitor has written so far, all or those of a node, a GPU or a rank."""
     try:
         rows = samples.read(folder / samples.FOLDER)
     except UserError:
@@ -96,7 +96,7 @@ def rows_so_far(folder: Path, kind: str | None = None) -> list[Row]:
 
 
 def notes_so_far(folder: Path) -> list[str]:
-    """Return the sentences that a sampler has noted so far, without the name of its node."""
+    """Return the sentences that a monitor has noted so far, without the name of its node."""
     path = folder / samples.FOLDER / samples.NOTES
     lines = path.read_text().splitlines() if path.exists() else []
     assert all(line.startswith(f"{NODE}: ") for line in lines)
