@@ -30,6 +30,7 @@ for step in range(1, 10_000):
     time.sleep(0.001)
     if checkpointer.step(1, step):
         break
+assert checkpointer.should_stop()
 steps = [0] * dist.get_world_size()
 dist.all_gather_object(steps, step)
 if dist.get_rank() == 0:

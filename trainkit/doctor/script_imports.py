@@ -28,7 +28,11 @@ def main() -> None:
     # Modules beside the script may read its command line.
     sys.argv = [file, *arguments]
     facts: dict[str, object] = {"version": sys.version_info[:2], "python": sys.executable}
-    facts["problems"] = problems_of(file, package) if file else problems_of_module(module) if module else []
+    facts["problems"] = []
+    if file:
+        facts["problems"] = problems_of(file, package)
+    elif module:
+        facts["problems"] = problems_of_module(module)
     facts["has_numpy"] = importlib.util.find_spec("numpy") is not None
     facts["torch"], facts["torch_is_for"] = torch_here()
     # The script's modules may have printed something without the end of the line.

@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,6 +230,8 @@ class Checkpointer:
             process_group.on_rank_0(lambda: self._write(unfinished / STATE, states_of_ranks, per_rank_state))
             written = [part.start_saving(unfinished / name) for name, part in self._sharded.items()]
             self._writing = self._executor.submit(self._complete, written, unfinished, path)
+            # A loop that ends without finish() would lose this checkpoint, and not a word of it.
+            self._warning = weakref.finalize(self, print_line, _may_be_lost(path), sys.stderr)
         self._saved_at = time.monotonic()
         self._steps_since_save = 0
 
@@ -366,6 +369,7 @@ class Checkpointer:
             return
         failure = self._writing.result()
         self._writing = None
+        self._warning.detach()
         failed = [rank for rank, other in enumerate(process_group.gather(failure)) if other]
         if failed and failed[0] == process_group.rank():
             raise UserError(
@@ -520,6 +524,10 @@ def _device_of(parts: dict[str, object]) -> torch.device:
             for weights in network.parameters():
                 return weights.device
     return torch.device("cpu")
+
+
+def _may_be_lost(path: Path) -> str:
+    return f"warning: the checkpoint {path} may not be complete: call the Checkpointer's finish() at the end."
 
 
 def _is_folder(path: Path) -> bool:

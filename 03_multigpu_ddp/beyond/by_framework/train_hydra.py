@@ -25,9 +25,13 @@ def main(cfg: DictConfig) -> None:
     signals_received = []
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals_received.append(number))
-    has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if has_gpu else "gloo")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(cfg.seed)

@@ -8,9 +8,9 @@ import gpt_metrics
 import torch
 from gpt_model import OPTIONS, build_model, build_optimizer, compile_blocks, loss_of, run_name
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from trainkit import errors
 from trainkit.config.options import parse_options
@@ -47,11 +47,11 @@ def main() -> None:
         compile_blocks(model)
     # The shards stay in float32. In bf16 a block computes in bf16, and gradients are summed in float32.
     compute_dtype = torch.bfloat16 if opts.precision == "bf16" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh(dist_env.device.type, (dist_env.world_size,))
     for block in model.blocks:  # the ranks gather each block for its own turn only
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # what is outside of the blocks
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=policy)  # what is outside of the blocks
     # Rank 0 makes the first weights, in the memory of the CPU, and each rank takes its shard of them.
     model.to_empty(device=dist_env.device)
     whole = build_model(opts).state_dict() if dist_env.rank == 0 else {}
