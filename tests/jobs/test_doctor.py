@@ -198,6 +198,12 @@ def test_what_a_script_of_its_own_environment_imports(checkout: Checkout) -> Non
     main.write_text("from .words import GREETING\n")
     (message,) = read_messages(ran(python, script_imports.__file__, folder, main, "package").stdout)
     assert not message["script"]["problems"]
+    (folder / "package" / "words.py").write_text("import os\n\nimport package.lost\n")
+    (message,) = read_messages(ran(python, script_imports.__file__, folder, main, "package").stdout)
+    (problem,) = message["script"]["problems"]
+    fault = login_node._of_problem(problem, python, "train.py")
+    assert f"line 1 of train.py, by line 3 of {folder}/package/words.py: " in fault.message
+    assert "package has no such module" in fault.fix
 
 
 def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:

@@ -189,11 +189,16 @@ def _of_environment(facts: dict, program: Program) -> list[Finding]:
 def _of_problem(problem: dict, python: str, script: str) -> Finding:
     """Return the fault of something that a script imports and cannot have."""
     where = f"line {problem['line']} of {script}" if "line" in problem else script
+    if "in_file" in problem:
+        where += f", by {problem['in_file']}"
     fix = f"try that line in {shlex.quote(python)}"
     missing = problem.get("missing", "").partition(".")[0]
     if missing == "trainkit":
         install = [python, "-m", "pip", "install", "--no-deps", "-e", str(REPOSITORY)]
         fix = f"install the kit there: {shlex.join(install)}"
+    elif "without_it" in problem:
+        there = problem["without_it"]
+        fix = f"{there} has no such module: correct the import, or install a version that has it"
     elif missing:
         fix = _how_to_install(python, missing)
     return Finding("script", FAULT, f"{where}: {problem['error']}", fix)

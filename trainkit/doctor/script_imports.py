@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 
 # As of doctor/checkup.py, which needs a newer Python.
 MARK = "checkup "
@@ -100,10 +101,28 @@ def try_to(do: object, *arguments: str) -> dict[str, object] | None:
     try:
         do(*arguments)
     except ModuleNotFoundError as error:
-        return {"error": str(error), "missing": error.name or ""}
+        return {"error": str(error), "missing": error.name or "", **facts_of(error)}
     except (Exception, SystemExit) as error:
-        return {"error": f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}"}
+        message = f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}"
+        return {"error": message, **facts_of(error)}
     return None
+
+
+def facts_of(error: BaseException) -> dict[str, str]:
+    """Return in which file that the script imports this happened, and which package lacks a module."""
+    facts = {}
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in (__file__, importlib.__file__) and not frame.filename.startswith("<")
+    ]
+    if frames:
+        facts["in_file"] = f"line {frames[-1].lineno} of {frames[-1].filename}"
+    package, dot, _ = (getattr(error, "name", None) or "").partition(".")
+    if dot and isinstance(error, ModuleNotFoundError) and package in sys.modules:
+        version = getattr(sys.modules[package], "__version__", "")
+        facts["without_it"] = f"{package} {version}".strip()
+    return facts
 
 
 if __name__ == "__main__":
