@@ -298,7 +298,7 @@ def test_other_ways_to_start(on_cluster: Checkout) -> None:
     (folder / "run.sh").chmod(0o755)
     (on_cluster.folder / ".venv").symlink_to(sys.prefix)
     python = own_environment(folder / "env")
-    module = ("--python", "env/bin/python", "--plain", "-m", "package.train", "--lr", 1)
+    module = ("--python", "env/bin/python", "--plain", "-m", "package.train", "--lr", "{folder}/{lr}")
     spawned = ("--one-process-per-node", "--plain", "run.sh", "--resume")
     submit_py = (python, on_cluster.folder / "03_multigpu_ddp" / "submit.py")
     sent = [
@@ -315,15 +315,17 @@ def test_other_ways_to_start(on_cluster: Checkout) -> None:
     )
     by_sbatch = on_cluster.log(jobs[2])
     assert ended == ["COMPLETED"] * 3, by_submit_py + spawned_ranks + by_sbatch
-    for log in (by_submit_py, by_sbatch):
-        greeting = f"hello 0 {python} [] {python.parents[1]} --lr 1\n"
-        assert greeting in log and f"\nscript  -m package.train --lr 1\npython  {python}\n" in log, log
+    for log, job in ((by_submit_py, jobs[0]), (by_sbatch, jobs[2])):
+        filled = f"{on_cluster.folder}/results/jobs/{job}/{{lr}}"
+        greeting = f"hello 0 {python} [] {python.parents[1]} --lr {filled}\n"
+        head = f"\nscript  -m package.train --lr '{filled}'\npython  {python}\n"
+        assert greeting in log and head in log, log
     nodes = re.findall(r"^node (\d of 2) with (.*)/bin/python$", spawned_ranks, re.MULTILINE)
     assert sorted(nodes) == [("0 of 2", sys.prefix), ("1 of 2", sys.prefix)], spawned_ranks
     ranks = re.findall(r"^rank (\d) of 4 --resume$", spawned_ranks, re.MULTILINE)
     assert sorted(ranks) == ["0", "1", "2", "3"], spawned_ranks
     listed = on_cluster.run(python, on_cluster.folder / "slurm" / "jobs.py").stdout
-    assert listed.count("package.train --lr 1") == 2 and "run.sh --resume" in listed, listed
+    assert listed.count("package.train --lr ") == 2 and "run.sh --resume" in listed, listed
 
 
 WHERE = """

@@ -85,7 +85,9 @@ def _script(options: argparse.Namespace, words: list[str]) -> str:
     if options.plain:
         program, arguments = parse(words)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        script = program.described(program.in_start(restarts, arguments), python=sys.executable)
+        script = program.described(
+            program.in_start(restarts, arguments, options.folder), python=sys.executable
+        )
     else:
         path, *arguments = words
         script = Script(path, arguments)

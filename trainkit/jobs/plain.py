@@ -37,7 +37,7 @@ def run(program: Program, arguments: Sequence[str], noted: bool = False) -> NoRe
         errors.fail(str(error))
     job_folder.note("started")
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    command = _command(program, program.in_start(restarts, arguments))
+    command = _command(program, program.in_start(restarts, arguments, job_folder.here()))
     variables = _variables(program, dist_env)
     _let_signals_through()
     try:

@@ -25,6 +25,7 @@ from trainkit.errors import REPOSITORY, UserError
 from trainkit.job_folder import Script
 
 OPTIONS = ("--python", "--when-requeued", "--one-process-per-node")
+FOLDER = "{folder}"  # in the arguments: the job's own folder; in a sweep, the run's (variation.py)
 # The variables with the environment that is active, and what the folder of such an environment has.
 ACTIVE = {"VIRTUAL_ENV": "pyvenv.cfg", "CONDA_PREFIX": "conda-meta"}
 # How the files of programs begin that Linux can start: scripts with an interpreter, and compiled ones.
@@ -89,9 +90,18 @@ class Program:
         start = [str(self.python or "python")] if self.is_python else []
         return [*start, *self.name]
 
-    def in_start(self, restarts: int, arguments: Sequence[str]) -> list[str]:
-        """Return its arguments in a start of the job, which has come back so often from the queue."""
-        return [*arguments, *(self.when_requeued if restarts else ())]
+    def in_start(self, restarts: int, arguments: Sequence[str], folder: Path | None) -> list[str]:
+        """Return its arguments in a start of the job.
+
+        Args:
+            restarts: how often the job has come back from the queue.
+            arguments: those that its user has given.
+            folder: the job's own, which stands for {folder}; None outside of a job.
+        """
+        given_now = [*arguments, *(self.when_requeued if restarts else ())]
+        if folder is None:
+            return given_now
+        return [argument.replace(FOLDER, str(folder)) for argument in given_now]
 
     def described(self, arguments: Sequence[str], python: str) -> Script:
         """Return what a job says that it runs, without its commit; `python` is that of the job."""
