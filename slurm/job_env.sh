@@ -19,6 +19,7 @@
 launcher=srun         # of the ranks; slurm_submit_torchrun.sh sets another
 begun=""              # whether Python has answered how the job begins
 ended_from_outside="" # whether it was sent SIGTERM or SIGHUP
+resumes_unsaved=""    # whether its script needs no note that it has saved to come back (--when-requeued)
 requeued=""           # whether it is on its way back to the queue
 sampler=""            # the number of the process that samples
 code_folder=""        # that of a plain script, whose git is asked for the commit
@@ -219,8 +220,8 @@ tell_script() {
 }
 
 # --- how it ends ------------------------------------------------------------------------------------
-# Whether a job that has saved may go back to the queue. There may be seconds only, so Python is not asked where
-# it is certain: at the time limit, and after a signal that only the ranks got.
+# Whether a job that can resume may go back to the queue. There may be seconds only, so Python is not asked where
+# it is certain: at the time limit, and where it has saved after a signal that only the ranks got.
 may_go_back() {
     ((${SLURM_RESTART_COUNT:-0} < SITE_MOST_RESTARTS)) || return 1 # in a trap `return` alone has an older status
     [[ $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job_end back) == *yes ]]
@@ -228,7 +229,11 @@ may_go_back() {
 
 # Set `requeued`, or `refusal` to why Slurm refuses. Its controller may be restarting.
 requeue() {
-    echo "stopped; back to the queue, to go on from the checkpoint"
+    if [[ $stopped ]]; then
+        echo "stopped; back to the queue, to go on from the checkpoint"
+    else
+        echo "ended by its time limit or a preemption; back to the queue, to go on with --when-requeued"
+    fi
     if ! scontrol requeue "$this_job" >/dev/null 2>&1; then
         sleep 10
         if ! refusal=$(scontrol requeue "$this_job" 2>&1); then
@@ -243,7 +248,8 @@ requeue() {
 in_job_end() {
     in_job 10 20 "$@" "--log=$own_log" "--launcher=$launcher" "--code=$code" "--seconds=$SECONDS" \
         "--restart=${SLURM_RESTART_COUNT:-0}" "--most-restarts=$SITE_MOST_RESTARTS" "--failure=$failure" \
-        ${begun:+--begun} ${ended_from_outside:+--from-outside} 2>/dev/null
+        ${begun:+--begun} ${ended_from_outside:+--from-outside} \
+        ${resumes_unsaved:+--resumes-unsaved} 2>/dev/null
 }
 
 finish() {
@@ -261,7 +267,7 @@ finish() {
     if ((code || ${SLURM_RESTART_COUNT:-0})) || [[ $stopped ]]; then
         facts=$(scontrol --oneliner show job "$this_job" 2>/dev/null)
     fi
-    if [[ $stopped ]] && may_go_back; then
+    if [[ $stopped ]] || { [[ $resumes_unsaved ]] && ((code)); } && may_go_back; then
         requeue
         tried=("--refusal=${refusal%%$'\n'*}")
     fi

@@ -140,6 +140,20 @@ def test_a_script_that_saves_nothing_is_preempted(on_cluster: Checkout) -> None:
     assert why in on_cluster.log(job), on_cluster.log(job)
 
 
+def test_a_script_without_a_handler_that_resumes_by_its_arguments_is_preempted(
+    on_cluster: Checkout,
+) -> None:
+    """It comes back with them, by whatever release of Slurm."""
+    script, nodes = write(on_cluster, FATES), ("--nodelist=n1", "--exclusive")
+    fate = "print('begun', *sys.argv[2:], flush=True); time.sleep(0 if sys.argv[2:] else 600)"
+    job = on_cluster.submit("single", "--when-requeued", "--again", "--plain", script, fate, sbatch=nodes)
+    on_cluster.wait_for("begun", job)
+    on_cluster.cluster.submit("--partition=urgent", *nodes, "--wrap=true", cwd="/tmp")
+    state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
+    assert state["JobState"] == "COMPLETED" and "\nbegun --again\n" in log, log
+    assert "\nwhy " not in log, log
+
+
 # What handlers see and get; `told` has the numbers of the signals that they were called with.
 STATES = """
 import os, signal, subprocess, sys
@@ -382,6 +396,7 @@ def test_one_job_of_an_array_comes_back_alone(on_cluster: Checkout) -> None:
 SAVES_AT_ONCE = """
 import signal
 job = os.environ["TRAINKIT_JOB_DIR"]
+open(job + "/checkpoints/saved", "w").close()
 signal.signal(signal.SIGTERM, lambda *_: (open(job + "/stopped", "w").close(), os._exit(0)))
 ready = job + "/ready"
 if rank == 0: open(ready, "w").close()
@@ -395,7 +410,7 @@ def test_a_rank_that_fails_soon_does_not_come_back_for_ever(on_cluster: Checkout
     state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
     assert (state["JobState"], state["Restarts"], state["ExitCode"]) == ("FAILED", "0", "137:0"), log
     assert re.search(r"^why     rank 1 on n\d was killed", log, re.MULTILINE), log
-    assert "does not come back" in log and "(saved: " in log, log
+    assert "does not come back" in log and f"scontrol requeue {job} " in log, log
 
 
 @pytest.mark.parametrize(

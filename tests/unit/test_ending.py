@@ -67,9 +67,54 @@ def test_a_users_words_are_not_slurms() -> None:
     ],
 )
 def test_which_jobs_that_have_saved_go_back(
-    release: str, situation: str, ending: Ending, goes_back: bool
+    release: str, situation: str, ending: Ending, goes_back: bool, tmp_path: Path
 ) -> None:
-    assert of_a_job.may_go_back(facts(release, situation), ending) == goes_back
+    (tmp_path / job_folder.STOPPED).touch()
+    assert of_a_job.may_go_back(facts(release, situation), tmp_path, ending) == goes_back
+
+
+@pytest.mark.parametrize(
+    ("situation", "ending", "goes_back"),
+    [
+        ("time_limit", Ending(143, from_outside=True), True),
+        ("preempted", Ending(143, seconds=3), True),
+        ("scancel", Ending(143, from_outside=True), False),
+        ("rank_failed", Ending(1, seconds=of_a_job.SOON_SECONDS), False),
+        ("ended_well", Ending(0), False),
+        ("preempted", Ending(143, restart=3, most_restarts=3), False),
+    ],
+)
+def test_which_jobs_that_resume_by_their_arguments_go_back(
+    release: str, situation: str, ending: Ending, goes_back: bool, tmp_path: Path
+) -> None:
+    """Only those that Slurm has ended. What their ranks died of is no reason of their own."""
+    resumes = replace(ending, resumes_unsaved=True)
+    assert of_a_job.may_go_back(facts(release, situation), tmp_path, resumes) == goes_back
+    assert not of_a_job.may_go_back(facts(release, situation), tmp_path, ending)
+    if goes_back:
+        (tmp_path / "rank-1.started").write_text("n1\n")
+        outcome = end(tmp_path, facts(release, situation), replace(resumes, refusal=""), (KILLED,))
+        assert outcome.requeued and (outcome.why, outcome.said) == ([], [])
+
+
+@pytest.mark.parametrize(("situation", "from_outside"), [("rank_failed", False), ("scancel", True)])
+def test_where_the_checkpoints_are_of_a_job_that_does_not_come_back(
+    release: str, situation: str, from_outside: bool, tmp_path: Path
+) -> None:
+    how, ending = facts(release, situation), Ending(143, from_outside=from_outside)
+    saved = tmp_path / job_folder.CHECKPOINTS
+    saved.mkdir()
+    (saved / ".lock").touch()
+    assert str(saved) not in "".join(end(tmp_path, how, ending, (KILLED,)).said)
+    (saved / "epoch-1-step-2.pt").touch()
+    assert f"{GOES_ON} {saved}" in end(tmp_path, how, ending, (KILLED,)).said[-1]
+    (tmp_path / job_folder.PLAIN).touch()
+    last = end(tmp_path, how, ending, (KILLED,)).said[-1]
+    assert f"{saved} (Checkpointer: folder=" in last and GOES_ON not in last
+    assert f"scontrol requeue {tmp_path.name} " in last
+    # By its number Slurm would mean the whole array.
+    job_folder.keep_script(tmp_path, job_folder.Script("train.py", [], array_element="17_2"))
+    assert "scontrol requeue 17_2 " in end(tmp_path, how, ending, (KILLED,)).said[-1]
 
 
 def test_ended_well(release: str, tmp_path: Path) -> None:

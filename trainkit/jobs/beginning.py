@@ -454,6 +454,8 @@ def as_shell(plan: Plan, program: Program | None = None) -> str:
     lines += [f"{name}={shlex.quote(value)}" for name, value in plan.assigns.items()]
     if program:
         lines.append(f"code_folder={shlex.quote(str(program.folder))}")
+        if program.when_requeued:
+            lines.append("resumes_unsaved=1")
     lines.append(_print(plan.header))
     return "\n".join(lines)
 

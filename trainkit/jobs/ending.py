@@ -57,6 +57,7 @@ class Ending:
         begun: whether it has come so far that its ranks could start. Else the notes in its folder are of an
             earlier start.
         failure: the error by which the job script itself has ended; "" for any other end.
+        resumes_unsaved: whether its script resumes without a note that it has saved (--when-requeued).
     """
 
     code: int
@@ -67,6 +68,7 @@ class Ending:
     most_restarts: int = 50
     begun: bool = True
     failure: str = ""
+    resumes_unsaved: bool = False
 
     @property
     def requeued(self) -> bool:
@@ -79,21 +81,27 @@ class Ending:
         return self.restart >= self.most_restarts
 
 
-def may_go_back(facts: SlurmFacts, ending: Ending) -> bool:
-    """Return whether a job that has saved may go back to the queue."""
-    return not ending.was_the_last and _has_reason_to_go_back(facts, ending)
+def may_go_back(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
+    """Return whether a job with this folder may go back to the queue."""
+    return not ending.was_the_last and _has_reason_to_go_back(facts, folder, ending)
 
 
-def _has_reason_to_go_back(facts: SlurmFacts, ending: Ending) -> bool:
-    """Return whether a job that has saved was stopped, rather than ended by its user or by a fault.
+def _has_reason_to_go_back(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
+    """Return whether a job that can resume was stopped, rather than ended by its user or by a fault.
 
     Where a rank fails, srun ends the others, and these may save. That is no reason to come back soon after
-    the start, since such a job would do so without end.
+    the start, since such a job would do so without end. A script that resumes without a note that it has
+    saved comes back only where Slurm has ended it: any other end may be a fault of its own.
     """
+    has_saved = job_folder.stopped(folder) is not None
+    if not has_saved and not (ending.resumes_unsaved and ending.code):
+        return False
     if facts.at_time_limit:
         return True
     if ending.from_outside:
         return False
+    if not has_saved:
+        return facts.preempted
     return ending.code == 0 or ending.seconds >= SOON_SECONDS or facts.preempted
 
 
@@ -144,14 +152,12 @@ def _verdict(
         return Verdict(ending.code or 1, [Reason(ending.failure)], said)
 
     if ending.refusal:
-        refused = Reason(f"this job is not requeued ({ending.refusal}): {again}")
+        by_hand = _how_to_go_on(folder, saved, refused=True)
+        refused = Reason(f"this job is not requeued ({ending.refusal}): {by_hand}")
         return Verdict(ending.code or 1, [refused], [f"error: {refused.text}"])
 
     stays_as_the_last = (
-        saved is not None
-        and ending.refusal is None
-        and ending.was_the_last
-        and _has_reason_to_go_back(facts, ending)
+        ending.refusal is None and ending.was_the_last and _has_reason_to_go_back(facts, folder, ending)
     )
     code = ending.code
     if stays_as_the_last:
@@ -167,7 +173,7 @@ def _verdict(
 
     if ending.from_outside and not ending.requeued:
         said = ["ended from outside: scancel, scontrol requeue, preemption, the time limit or a failed node"]
-        if saved:
+        if saved or _has_checkpoints(folder):
             said.append(f"if it does not come back by itself, {again}")
         return Verdict(code, [], said)
 
@@ -180,11 +186,21 @@ def _verdict(
     if code == 0:
         return Verdict(0, [], [])
 
-    reasons = evidence.reasons() if ending.begun else []
-    said = why.sentences(reasons)
-    if saved and not ending.requeued:
-        said.append(f"it failed soon after its start, so it does not come back: correct it, and {again}")
-    return Verdict(code, reasons, said)
+    ended_by_slurm = ending.requeued and (facts.at_time_limit or preempted)  # its ranks died of that
+    reasons = evidence.reasons() if ending.begun and not ended_by_slurm else []
+    return Verdict(code, reasons, [*why.sentences(reasons), *_after_a_failure(folder, ending, saved)])
+
+
+def _after_a_failure(folder: Path, ending: Ending, saved: str | None) -> list[str]:
+    """Return how to go on from the checkpoints of a job that has failed, if there are any."""
+    again = _how_to_go_on(folder, saved)
+    if ending.requeued:
+        return []
+    if saved:
+        return [f"it failed soon after its start, so it does not come back: correct it, and {again}"]
+    if _has_checkpoints(folder):
+        return [f"it has checkpoints: to go on from them, {again}"]
+    return []
 
 
 def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
@@ -199,12 +215,31 @@ def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: Ending) -> b
     return ending.restart > 0 and not facts.preempted
 
 
-def _how_to_go_on(folder: Path, saved: str | None) -> str:
+def _how_to_go_on(folder: Path, saved: str | None, refused: bool = False) -> str:
+    """Return how to resume by hand; `refused` if Slurm does not start this job again."""
+    own = str(folder / job_folder.CHECKPOINTS)
+    if saved is None and _has_checkpoints(folder):
+        saved = own
     if saved is None:
         return "submit again"
-    if (folder / job_folder.PLAIN).exists():
+    if not (folder / job_folder.PLAIN).exists():
+        return f"submit again with --checkpoint-dir {saved}"
+    if saved != own:  # a new job finds it, too
         return f"submit again (saved: {saved})"
-    return f"submit again with --checkpoint-dir {saved}"
+    if not _has_checkpoints(folder):  # it saves elsewhere
+        return "submit again"
+    by_a_new_job = f"submit a script that loads from {saved} (Checkpointer: folder=...)"
+    if refused:
+        return by_a_new_job
+    script = job_folder.read_script(folder)
+    number = script.array_element if script and script.array_element else folder.name
+    # Slurm forgets a job after MinJobAge, by default five minutes.
+    return f"scontrol requeue {number} within minutes, which goes on in its folder, or {by_a_new_job}"
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    """Return whether there is anything but a lock in the job's folder of checkpoints."""
+    return any(not path.name.startswith(".") for path in (folder / job_folder.CHECKPOINTS).glob("*"))
 
 
 def _was_only_preempted(facts: SlurmFacts, folder: Path) -> bool:

@@ -41,7 +41,7 @@ def main() -> None:
         answer = _script(options, words)
     elif options.question == "back":
         facts = SlurmFacts.parse(options.facts)
-        may = ending.may_go_back(facts, _ending(options, facts))
+        may = ending.may_go_back(facts, options.folder, _ending(options, facts))
         answer = "yes" if may else "no"
     else:
         answer = _end(options)
@@ -125,6 +125,7 @@ def _ending(options: argparse.Namespace, facts: SlurmFacts) -> Ending:
         most_restarts=options.most_restarts,
         begun=options.begun,
         failure=options.failure,
+        resumes_unsaved=options.resumes_unsaved,
     )
 
 
@@ -184,6 +185,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         add("--most-restarts", type=int, required=True, help="SITE_MOST_RESTARTS")
         add("--begun", action="store_true", help="`begin` has answered")
         add("--from-outside", action="store_true", help="it was sent SIGTERM or SIGHUP")
+        add("--resumes-unsaved", action="store_true", help="its script has words for a start after the first")
         add("--failure", required=True, help="the error by which the job script has ended; empty if by none")
     for question in (begin, script):
         help_text = "its script does not use the kit; behind -- are the words that name it (program.py)"

@@ -4,7 +4,9 @@
     --plain -m package.train ...                     a module, as for `python -m`
     --plain run.sh ...                               any other program, once in each process
     --python ~/envs/mine/bin/python --plain ...      with the Python of another environment than the kit's
-    --when-requeued "--resume" --plain ...           with more arguments when the job comes back
+    --when-requeued "--resume" --plain ...           with more arguments when the job comes back, also
+                                                     where Slurm has ended it before it has saved
+    --plain train.py --save {folder}/model.pt        with the job's own folder in an argument
     --one-process-per-node --plain ...               it starts the ranks of its node itself
 
 submit.py, sweep.py, the doctor and the job scripts read these words. jobs/plain.py runs the program in every
@@ -149,7 +151,8 @@ def add_options(group: argparse._ActionsContainer) -> None:
         "--when-requeued",
         metavar="WORDS",
         type=given,
-        help="for --plain: more arguments, for when the job comes back from the queue, such as '--resume'",
+        help="for --plain: more arguments, for when the job comes back from the queue, such as '--resume'; "
+        "with them it also comes back if the time limit or a preemption ends a script that handles no signal",
     )
 
 
