@@ -272,7 +272,9 @@ IN_A_PACKAGE = """
 import importlib.util, os, sys
 from .words import GREETING
 found = [name for name in ("submitit", "trainkit") if importlib.util.find_spec(name)]
-print(GREETING, os.environ["RANK"], sys.executable, found, os.environ["VIRTUAL_ENV"], *sys.argv[1:])
+words = (GREETING, os.environ["RANK"], sys.executable, found, os.environ["VIRTUAL_ENV"], *sys.argv[1:])
+# In one piece: another rank writes to the same log.
+sys.stdout.write(" ".join(map(str, words)) + "\\n")
 """
 # A shell on each node, which starts a process that starts two.
 SHELL = """#!/bin/bash
@@ -287,7 +289,9 @@ from torch.multiprocessing import start_processes
 def work(local_rank):
     rank = 2 * int(os.environ["NODE_RANK"]) + local_rank
     dist.init_process_group("gloo", rank=rank, world_size=4)
-    print("rank", dist.get_rank(), "of", dist.get_world_size(), *sys.argv[1:], flush=True)
+    words = ("rank", dist.get_rank(), "of", dist.get_world_size(), *sys.argv[1:])
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -345,7 +349,7 @@ def test_other_ways_to_start(on_cluster: Checkout) -> None:
 WHERE = """
 import os
 names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "SLURM_CPUS_PER_TASK"
-print("place", *(os.environ[name] for name in names), flush=True)
+os.write(1, " ".join(["place", *(os.environ[name] for name in names)]).encode() + b"\\n")
 """
 
 
