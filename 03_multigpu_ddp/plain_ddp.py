@@ -127,7 +127,7 @@ def main() -> None:
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, lambda number, _: signals_received.append(number))
 
-    # 1. Take the GPU of this process (number 0 if it sees no other), then meet the others.
+    # 1. Take the GPU of this process (GPU 0 if it sees only one), then meet the others.
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)

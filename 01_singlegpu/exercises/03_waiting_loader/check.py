@@ -143,7 +143,8 @@ def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
     if first.waited < WAITING_SECONDS:
         raise Wrong(
             f"None of your runs waits for more than {first.waited:.0f} seconds of 100. The first run is the "
-            "starter's, with --loader workers --num-workers 1."
+            "starter's, with --loader workers --num-workers 1. If it was, other programs held the cores: run "
+            "it again on a quiet machine, or take `recorded`."
         )
     if "waiting_for_loader" not in first.kinds:
         raise Wrong(

@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=500, help="steps from one checkpoint to the next")
     args = parser.parse_args()
 
-    # 1. Take the GPU of this process (number 0 if it sees no other), then meet the others.
+    # 1. Take the GPU of this process (GPU 0 if it sees only one), then meet the others.
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)

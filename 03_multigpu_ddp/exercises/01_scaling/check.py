@@ -12,11 +12,11 @@ batch_alone = 1.03
 # strong or weak?
 # The same training, with batch 128, has to take less time. Which one shows whether a second device helps?
 same_training = strong
-# 128 images fill one device, and the steps may change. Which one shows what a second device adds?
+# 128 images fill one device, and you may double the batch. Which one shows what a second device adds?
 full_device = weak
 
-# From one device to two, both with batch 128: what shrinks more, an epoch's training or the whole run?
-shrinks_more = epoch    # epoch or run
+# From one device to two, both with batch 128: what gets faster by more, an epoch's training or the whole run?
+gains_more = epoch    # epoch or run
 """
 HINTS = """\
 ## 1
@@ -86,7 +86,7 @@ WRONG = [
     ("answers.txt", "batch_alone = 1.03", "batch_alone = 1.86", "two lines of one device"),
     ("answers.txt", "same_training = strong", "same_training = weak", "half as many steps"),
     ("answers.txt", "full_device = weak", "full_device = strong", "share the 128"),
-    ("answers.txt", "shrinks_more = epoch", "shrinks_more = run", "tests"),
+    ("answers.txt", "gains_more = epoch", "gains_more = run", "tests"),
     ("runs/*.csv", "1,1,1,CPU", "1,1,1,Xeon", "nothing to be compared with"),
 ]
 # Of a made-up run: two epochs that count, and one that warms up.
@@ -135,9 +135,9 @@ def check(workspace: Workspace) -> str:
             "full_device: in strong scaling, the two devices share the 128 images, 64 each: neither is full."
         )
     truth = "epoch" if two_devices.speedup > shorter else "run"
-    if answers.word("shrinks_more", "epoch", "run") != truth:
+    if answers.word("gains_more", "epoch", "run") != truth:
         raise Wrong(
-            f"shrinks_more: an epoch's training is {two_devices.speedup:.2f} times as fast, the whole run "
+            f"gains_more: an epoch's training is {two_devices.speedup:.2f} times as fast, the whole run "
             f"{shorter:.2f} times. The run also has its start and the tests."
         )
     busy = ""

@@ -75,7 +75,8 @@ def check(workspace: Workspace) -> str:
         raise Wrong(
             "In the log, no training resumes after a kill: each `resumed from` follows a `saved and "
             "stopped`. Kill a rank with kill -9 when a checkpoint has been saved, and start the training "
-            "again."
+            "again. If you have done that as well, one of the starts saved in a folder of its own: give all "
+            "of them the same TRAINKIT_JOB_DIR, in one shell."
         )
     if limited is None:
         raise Wrong(

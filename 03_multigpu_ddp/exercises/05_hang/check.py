@@ -15,11 +15,11 @@ from trainkit.workshop.work import Answers, Workspace, Wrong
 ANSWERS = """\
 # Before you start it: how many of the three ranks will stand still?
 prediction = 3
-# While it hangs: the number of the line of train.py where each rank is
+# While it hangs: the innermost line of train.py in the stack of each rank
 line_of_rank_0 = 44
 line_of_rank_1 = 30
 line_of_rank_2 = 44
-# The rank that is not in the collective of the others, and the number of the line that let it leave
+# The rank that is not in the collective of the others, and the line with the condition that let it skip that
 left = 1
 left_by = 63
 # The watchdog's lines in the README: what is wrong? network, slow or mismatch
