@@ -69,7 +69,14 @@ def test_ranks_that_do_not_talk_are_ended_with_the_one_that_goes(
     second_node = "os.environ['SLURM_NODEID'] == '1'"
     ends = "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])"  # by srun, at once
     script = checkout.folder / "03_multigpu_ddp" / "sleeping.py"
-    script.write_text(f"import os, signal, time\n{ends}\nif {second_node}: {fate}\ntime.sleep(150)\n")
+    # Not before the other one is there: srun has nothing to end in a task that is still being started, and
+    # with --wait=0 never looks again.
+    waits = "while not os.path.exists('other'): time.sleep(0.05)"
+    script.write_text(
+        f"import os, signal, time\n{ends}\n"
+        f"if {second_node}:\n    {waits}\n    {fate}\n"
+        "open('other', 'w').close()\ntime.sleep(150)\n"
+    )
     nodes = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1")
     log = checkout.fail(launcher, "sleeping.py", sbatch=nodes)
     assert "First task exited 60s ago" not in log
