@@ -192,10 +192,11 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
         "2": ("finished", "0", "lr 2 restart 0"),
         "3": ("failed", "3", "lr 3 restart 0"),
     }, done.stdout
-    # It is the job that had been sent, and the list of jobs has each of them once, by the name that scancel
-    # takes: one has the number of the array for its own.
+    # It is the job that had been sent, and the list of jobs has each of them by the name that scancel takes:
+    # one has the number of the array for its own. If the third had failed before the sweep went on, it was
+    # sent once more, by itself, and stands further down.
     assert log.readlink().name == f"{job}_0_log.out"
     listed = on_cluster.python("slurm/jobs.py").stdout.splitlines()
-    numbers = {line.split()[1]: line.split()[0] for line in listed if "train-1gpu" in line}
+    numbers = {line.split()[1]: line.split()[0] for line in reversed(listed) if "train-1gpu" in line}
     of_array = enumerate(("1", "2", "3"))
     assert numbers == {f"train-1gpu-lr{lr}-r1": f"{job[:-2]}_{index}" for index, lr in of_array}, listed
