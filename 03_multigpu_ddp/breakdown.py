@@ -1,4 +1,4 @@
-"""Where a training step of stage 03 goes: each phase timed on every rank, with and without the exchange.
+"""Where a training step of stage 03 goes: each phase timed on every rank, with and without communication.
 
 Try: torchrun --standalone --nproc-per-node=2 breakdown.py --batch-size 256
 """
@@ -48,7 +48,7 @@ def main() -> None:
         False,
         help=f"also write down {TRACED_STEPS} steps with torch.profiler",
     )
-    how = "exchange the gradients as beyond/by_feature/by_hand_overlap.py does with this --wait, not by DDP"
+    how = "average the gradients as beyond/by_feature/by_hand_overlap.py does with this --wait, without DDP"
     by_hand = option(
         None,
         choices=("late", "at-once"),
@@ -74,11 +74,11 @@ def main() -> None:
     if opts.by_hand:
         buckets = ByHand(model, at_once=opts.by_hand == "at-once")
         no_sync = buckets.no_sync
-        finish_exchange = buckets.finish
+        finish_all_reduce = buckets.finish
     else:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         no_sync = model.no_sync
-        finish_exchange = do_nothing  # DDP's backward pass ends when all is exchanged
+        finish_all_reduce = do_nothing  # DDP's backward pass ends after the last all-reduce
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, 3 * STEPS * (1 + opts.repeats) + TRACED_STEPS)
 
@@ -94,7 +94,7 @@ def main() -> None:
                     loss = F.nll_loss(model(images), labels)
                 yield "forward"
                 loss.backward()
-                finish_exchange()
+                finish_all_reduce()
                 yield "backward"
                 optimizer.step()
                 lr_scheduler.step()
@@ -126,8 +126,8 @@ class Measured(NamedTuple):
     """Seconds of all ranks, float64."""
 
     step: torch.Tensor  # of a step as a whole, (ranks, repeats)
-    together: torch.Tensor  # of the phases of steps with the exchange, (ranks, repeats, steps, phases)
-    alone: torch.Tensor  # of the phases of steps without it
+    together: torch.Tensor  # of the phases of steps that communicate, (ranks, repeats, steps, phases)
+    alone: torch.Tensor  # of the phases of steps within `no_sync`
 
 
 def measure(
@@ -158,7 +158,7 @@ def of_all_ranks(repeats: list[torch.Tensor]) -> torch.Tensor:
 
 
 class ByHand(Buckets):
-    """The exchange of by_hand_overlap.py, which steps can leave out, as that of DistributedDataParallel."""
+    """The all-reduce of by_hand_overlap.py, which steps can leave out, as with DistributedDataParallel."""
 
     alone = False
 

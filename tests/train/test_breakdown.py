@@ -16,7 +16,7 @@ from trainkit.training import step_phases
 
 SCRIPT = REPOSITORY / "03_multigpu_ddp" / "breakdown.py"
 SMALL = ("--train-size", 48, "--batch-size", 16, "--width", 4, "--precision", "fp32", "--repeats", 1)
-PHASES = ["data", "forward", "backward", "exchange", "waiting", "optimizer"]
+PHASES = ["data", "forward", "backward", "communication", "waiting", "optimizer"]
 OWN_WORK = "optimizer.zero_grad()"
 
 
@@ -91,25 +91,25 @@ def test_a_trace_that_is_not_written_is_told(tmp_path: Path) -> None:
     assert ".rank-0.json could not be written: free the space" in told
 
 
-def test_one_worker_exchanges_nothing_and_waits_for_no_other(script: Script, tmp_path: Path) -> None:
+def test_one_worker_neither_communicates_nor_waits(script: Script, tmp_path: Path) -> None:
     succeeded(script(SCRIPT, *SMALL, "--results-dir", tmp_path))
     rows = rows_of(tmp_path)
-    assert (rows.seconds[rows.phase.isin(["exchange", "waiting"])] == 0).all()
+    assert (rows.seconds[rows.phase.isin(["communication", "waiting"])] == 0).all()
 
 
-def test_an_exchange_by_hand_is_named(script: Script, tmp_path: Path) -> None:
+def test_an_all_reduce_by_hand_is_named(script: Script, tmp_path: Path) -> None:
     done = succeeded(script(SCRIPT, *SMALL, "--by-hand", "at-once", "--results-dir", tmp_path, ranks=2))
     assert set(rows_of(tmp_path).settings) == {"by_hand=at-once"}
     assert "by_hand=at-once" in done.stdout
 
 
-def test_the_exposed_exchanges_of_the_page_were_measured() -> None:
+def test_the_exposed_communication_of_the_page_was_measured() -> None:
     page = (REPOSITORY / "03_multigpu_ddp" / "beyond" / "README.md").read_text()
     shown = re.findall(r"^\| (?:DDP|by hand, .*) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
     samples = REPOSITORY / "results" / "sample" / "cpu-epyc-avx2-2-cores"
     for name, of_page in zip(("full_speed", "200_mbit"), zip(*shown, strict=True), strict=True):
-        rows = pd.read_csv(samples / f"exchange_{name}.tsv", sep="\t", keep_default_na=False)
-        of_ranks = rows[rows.phase == "exchange"].groupby(["settings", "rank"]).seconds.median()
+        rows = pd.read_csv(samples / f"communication_{name}.tsv", sep="\t", keep_default_na=False)
+        of_ranks = rows[rows.phase == "communication"].groupby(["settings", "rank"]).seconds.median()
         measured = 1000 * of_ranks.groupby("settings").mean()[["", "by_hand=late", "by_hand=at-once"]]
         assert list(map(int, of_page)) == list(measured.round())
 
@@ -117,8 +117,8 @@ def test_the_exposed_exchanges_of_the_page_were_measured() -> None:
 # --- what is made of the times ----------------------------------------------------------------------
 
 
-def test_waiting_is_told_apart_from_the_exchange() -> None:
-    # The second rank computes 3 s longer; the exchange ends 2 s after that, for both.
+def test_waiting_is_told_apart_from_communication() -> None:
+    # The second rank computes 3 s longer; the all-reduce ends 2 s after that, for both.
     seconds_of = step_phases.split(times((1, 2, 9, 1), (2, 4, 6, 1)), times((1, 2, 4, 1), (2, 4, 4, 1)))
     of_ranks = {phase: seconds.mean(1).tolist() for phase, seconds in seconds_of.items()}
     expected = [[1, 2], [2, 4], [4, 4], [2, 2], [3, 0], [1, 1]]

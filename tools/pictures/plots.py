@@ -189,7 +189,7 @@ def step() -> Picture:
         "forward": "compute-tint",
         "backward": "compute",
         "optimizer": "muted",
-        "exchange": "communication",
+        "communication": "communication",
         "waiting": "waiting",
     }
     named = [(colour, phase) for phase, colour in colours.items()]

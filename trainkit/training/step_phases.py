@@ -56,7 +56,7 @@ def split(together: torch.Tensor, alone: torch.Tensor) -> dict[str, torch.Tensor
         "data": data,
         "forward": forward,
         "backward": computing,
-        "exchange": added - waiting,
+        "communication": added - waiting,
         "waiting": waiting,
         "optimizer": optimizer,
     }
@@ -81,11 +81,11 @@ def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: to
         f"{facts['world_size']} x {facts['device_name']} · {facts['dataset']} · global batch "
         f"{facts['global_batch']} · {facts['loader']} loader · {facts['precision']} · "
         f"recipe {facts['recipe']}{facts['settings'] and ' · ' + facts['settings']}",
-        f"{'phase':<10}{'ms':>9}{'%':>7}   least..most of the ranks",
+        f"{'phase':<13}{'ms':>9}{'%':>7}   least..most of the ranks",
     ]
     for phase, values in of_ranks.items():
         mean = values.mean()
-        lines.append(f"{phase:<10}{mean:>9.2f}{mean / total:>7.1%}   {values.min():.2f}..{values.max():.2f}")
+        lines.append(f"{phase:<13}{mean:>9.2f}{mean / total:>7.1%}   {values.min():.2f}..{values.max():.2f}")
     lines.append(f"phases sum to {total:.2f} ms, the step takes {whole:.2f} ms ({total / whole:.1%})")
     if abs(total / whole - 1) > MOST_APART:
         lines[-1] += ": more than 5 % apart, so the machine was not quiet. Run it again with more --repeats."
