@@ -182,8 +182,8 @@ def steady(rows: list[Row]) -> float:
     return median(row["images_per_s"] for row in rows if not row["warmup"])
 
 
-def table(steps: Path, chosen: Iterable[str] = ()) -> str:
-    """Lay out what steps.py has measured with the recipe classic as a table for people: all ways, or some.
+def table(steps: Path) -> str:
+    """Lay out what steps.py has measured with the recipe classic as a table for people.
 
     Where the GPU waits for the CPU, sessions differ by more than most ways do. So all rows of a batch are of
     one session, the one in which most ways were measured.
@@ -198,15 +198,8 @@ def table(steps: Path, chosen: Iterable[str] = ()) -> str:
                 ways_of_session[row["session"]][row["way"]][row["loop"]] = row
         ways = max(ways_of_session.values(), key=len)
         eager = float(ways["eager"]["one batch"]["images_per_s"])
-        lines += [
-            step_row(shape, way, loops, eager) for way, loops in ways.items() if not chosen or way in chosen
-        ]
+        lines += [step_row(shape, way, loops, eager) for way, loops in ways.items()]
     return markdown(lines)
-
-
-def short_table(steps: Path) -> str:
-    """Lay out the step as it is, and its captured forms."""
-    return table(steps, ("eager", "captured", "compiled and captured"))
 
 
 def markdown(lines: list[dict[str, str]]) -> str:
