@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 
 from trainkit.compare import comparison
 from trainkit.files import replacing
-from trainkit.record.columns import DDP, DP, SINGLE
 
 # Keywords of matplotlib's artists.
 Look = dict[str, object]
@@ -32,9 +31,9 @@ Looks = dict[str, Look]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX*"
 LINE_STYLES = ("-", "--", ":", "-.")
-# The bars of each stage, and of a user's own training.
-STAGE_BARS = {SINGLE: "#999999", DP: "#CC79A7", DDP: "#0072B2"}
-OWN_TRAINING_BAR = "#009E73"
+# All bars have one colour, because each has its name beside it. A colour per stage would contradict the other
+# figures, in which a colour belongs to a line.
+BAR = COLOURS[0]
 THIN: Look = {"color": "black", "linewidth": 0.9}
 IDEAL: Look = {"color": "dimgray", "linewidth": 1.2, "linestyle": "--", "zorder": 1}
 
@@ -187,7 +186,7 @@ def _bars(axes: Axes, section: pd.DataFrame, _: Looks) -> None:
         # As lists: matplotlib 3.10 turns a Series of one into a number.
         xerr=[below.tolist(), above.tolist()],
         tick_label=[textwrap.fill(comparison.label(row), 32, max_lines=4) for row in section.itertuples()],
-        color=[STAGE_BARS.get(stage, OWN_TRAINING_BAR) for stage in section.stage],
+        color=BAR,
         height=0.7,
         capsize=3,
     )
