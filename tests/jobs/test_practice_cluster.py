@@ -184,7 +184,7 @@ def test_two_clusters_and_one_that_shares_the_host(cluster: RunningCluster) -> N
     assert not traces(other.name)
 
 
-def test_an_exchange_takes_as_long_as_the_network_lets_it(cluster: RunningCluster, tmp_path: Path) -> None:
+def test_communication_takes_as_long_as_the_network_lets_it(cluster: RunningCluster, tmp_path: Path) -> None:
     """For a sum over two ranks each sends all of its bytes."""
     if cluster.run(["hostname"]).stdout != "login\n":
         pytest.skip("the nodes of this cluster are not hosts of their own")

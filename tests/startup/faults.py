@@ -53,7 +53,7 @@ def before_every_step(do: InStep) -> None:
 
 
 def before_every_backward(do: Callable[[], object]) -> None:
-    """After the forward pass, before gradients are exchanged."""
+    """After the forward pass, before the gradients are averaged."""
     backward = torch.Tensor.backward
 
     def later(self: torch.Tensor, *arguments: object, **named: object) -> None:

@@ -66,7 +66,7 @@ RESUMED = ("every-3", "fp16", "sync")
 COUNTING = """\
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 def counted(group, bucket):
-    print("exchange")
+    print("all-reduce")
     return allreduce_hook(group, bucket)
 model.register_comm_hook(None, counted)"""
 OVERFLOW = """\
@@ -173,8 +173,8 @@ def test_micro_batches_train_as_the_whole_batch(trained: Callable) -> None:
         assert furthest(cut.weights, trained("ddp", ranks).weights) < ROUNDING
 
 
-def test_micro_batches_exchange_their_gradients_once(trained: Callable) -> None:
-    calls, of_the_whole = (trained(name, 2).told.count("exchange") for name in ("accumulate", "whole"))
+def test_micro_batches_all_reduce_their_gradients_once(trained: Callable) -> None:
+    calls, of_the_whole = (trained(name, 2).told.count("all-reduce") for name in ("accumulate", "whole"))
     assert calls == of_the_whole >= 2 * 8
 
 

@@ -125,7 +125,7 @@ def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int)
 @pytest.mark.parametrize("images", [96, 97, 100, 101, 103])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_test_shares_cover_the_test_set_once(images: int, world_size: int) -> None:
-    """In as many steps on every rank, as they may exchange something in each."""
+    """In as many steps on every rank, as they may communicate in each."""
     samplers = [UnpaddedEvalSampler(images, 8, rank, world_size) for rank in range(world_size)]
     shares = [list(sampler) for sampler in samplers]
     seen = [index for share in shares for indices in share for index in indices]

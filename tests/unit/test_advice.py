@@ -118,7 +118,7 @@ def test_the_run_that_would_help_is_ready_to_paste(answered: Callable[..., dict]
 
 
 def test_the_doctors_all_reduce(answered: Callable[..., dict], tmp_path: Path) -> None:
-    """Two nodes are predicted from one device where the doctor has measured the exchange on such devices."""
+    """Two nodes are predicted from one device where the doctor has measured such an all-reduce."""
     folder = runs(tmp_path, counts=(1,), parameters=1_000_000)
     assert {option["nodes"] for option in answered(folder)["options"]} == {1}
     facts = {"ranks": 2, "nodes": 2, "backend": "nccl", "job": "1"}

@@ -67,19 +67,19 @@ def test_of_proportional_costs_the_first_one_counts() -> None:
 
 
 def test_one_device_and_the_doctor_are_enough() -> None:
-    """Between no overlap at all and an exchange that hides as well as it can."""
+    """Between no overlap at all and communication that hides as well as it can."""
     doctor = [AllReduce(2, 2, bytes, 0.002 + bytes / 1e9) for bytes in (1e3, 1e6, 1e7)]
     model = scaling.fit(runs_of(ring, counts=(1,)), doctor, gradient_bytes=5e6)
     for batch in (64, 256, 1024):
-        computation, exchange = 0.001 + batch * 1e-4, 0.007
+        computation, communication = 0.001 + batch * 1e-4, 0.007
         low, high = np.percentile(model.step_seconds(Shape(2, 2, batch)), (5, 95))
-        assert low < computation + exchange
-        assert high > max(computation, exchange)
-        assert 0.9 * max(computation, exchange) < low < high < 1.1 * (computation + exchange)
+        assert low < computation + communication
+        assert high > max(computation, communication)
+        assert 0.9 * max(computation, communication) < low < high < 1.1 * (computation + communication)
 
 
 def test_runs_within_a_node_make_no_crossing_free() -> None:
-    """What two devices of one node exchange says nothing of two nodes, for which the doctor took a second."""
+    """An all-reduce within a node says nothing of one between nodes, for which the doctor took a second."""
     doctor = [AllReduce(2, 2, bytes, bytes / 5e6) for bytes in (1e3, 1e6, 1e7)]
     model = scaling.fit(runs_of(ring), doctor, gradient_bytes=5e6)
     assert model.step_seconds(Shape(2, 2, 64)).min() > 0.9
@@ -102,7 +102,7 @@ def test_what_was_never_observed_is_not_predicted(shape: Shape, key_words: str) 
 
 
 def test_no_prediction_is_below_nothing() -> None:
-    """Two devices that are faster than ideal leave nothing for an exchange."""
+    """Two devices that are faster than ideal leave no time for communication."""
     model = scaling.fit(runs_of(lambda n, batch: batch * 1e-4 / n))
     assert (model.step_seconds(Shape(4, 1, 256)) > 0).all()
 

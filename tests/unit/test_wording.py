@@ -21,7 +21,7 @@ from trainkit.monitor.issues import (
     PowerReading,
     RanksNeverMet,
     SharedCores,
-    SlowExchange,
+    SlowCommunication,
     SlowRank,
     ThrottledGpus,
     ThrottlingCause,
@@ -120,12 +120,12 @@ SENTENCES: list[tuple[Evidence, str]] = [
         "(--loader workers --num-workers 4, with --cpus-per-task for them), or prepare less for each batch.",
     ),
     (
-        SlowExchange(exchange_share=0.62, network_mb_s=math.nan),
+        SlowCommunication(communication_share=0.62, network_mb_s=math.nan),
         "averaging the gradients takes 62 % of the training time: take a larger batch per device, or "
         "accumulate several micro-batches (03_multigpu_ddp/beyond)",
     ),
     (
-        SlowExchange(exchange_share=0.62, network_mb_s=231),
+        SlowCommunication(communication_share=0.62, network_mb_s=231),
         "averaging the gradients takes 62 % of the training time: take a larger batch per device, or "
         "accumulate several micro-batches (03_multigpu_ddp/beyond); each node sends and receives 231 MB/s: "
         "can its network do more (slurm/doctor.py --job)?",
@@ -211,7 +211,7 @@ SENTENCES: list[tuple[Evidence, str]] = [
     ),
 ]
 OF_GPUS = (UnusedGpus, ThrottledGpus, FullGpuMemory, IdleGpus, LaunchBound)
-OF_NODES = (SlowExchange, FullHostMemory)
+OF_NODES = (SlowCommunication, FullHostMemory)
 VERDICT = Verdict(
     findings=[],
     not_judged=None,

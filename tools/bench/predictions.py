@@ -171,16 +171,16 @@ def draw_law(random: np.random.Generator) -> Law:
     def step_seconds(devices: int, batch: int) -> float:
         images = batch / devices
         computation = fixed + image * images
-        exchange = 2 * (devices - 1) * latency + 2 * (devices - 1) / devices * transfer
+        communication = 2 * (devices - 1) * latency + 2 * (devices - 1) / devices * transfer
         if kind == "amdahl":
             return image * images * (1 + share * (devices - 1))
         if kind == "ring":
-            return computation + exchange
+            return computation + communication
         if kind == "overlap":
-            return (computation**exponent + exchange**exponent) ** (1 / exponent)
+            return (computation**exponent + communication**exponent) ** (1 / exponent)
         if kind == "crowded":
-            return computation * devices ** (share / 2) + exchange
-        return fixed + image * 32 * math.ceil(images / 32) + exchange
+            return computation * devices ** (share / 2) + communication
+        return fixed + image * 32 * math.ceil(images / 32) + communication
 
     return Law(kind, step_seconds)
 

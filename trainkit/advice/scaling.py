@@ -6,9 +6,10 @@ that were held out.
     ring      a fixed cost, a cost per image, and a ring all-reduce within a node and another one between
               nodes, each of n members: 2 (n - 1) / n bytes / bandwidth + 2 (n - 1) latency
     shared    ring, with devices that slow each other down within a node (memory, cores, power)
-    overlap   computation and exchange partly at the same time, as in Pollux:
-              (computation ^ g + exchange ^ g) ^ (1 / g); g = 1: one after the other, 10: nearly hidden
-    doctor    overlap, with the exchange that the doctor measured: runs on one device are enough
+    overlap   computation and communication partly at the same time, as in Pollux:
+              (computation ^ g + communication ^ g) ^ (1 / g);
+              g = 1: one after the other, 10: nearly hidden
+    doctor    overlap, with the all-reduce that the doctor measured: runs on one device are enough
 
 Sources: Qiao et al., Pollux, OSDI 2021. Venkataraman et al., Ernest, NSDI 2016 (non-negative least squares).
 Patarasuk and Yuan, 2009 (ring all-reduce).
@@ -124,15 +125,17 @@ class Scaling:
         """Return why nothing is predicted for `shape`, as a clause; "" if something is."""
         most = self._most_devices()
         crosses_nodes = shape.nodes > 1
-        exchanges = {seen.nodes > 1 for seen in [*self.measured, *self.all_reduces] if seen.devices > 1}
+        measured_communication = {
+            seen.nodes > 1 for seen in [*self.measured, *self.all_reduces] if seen.devices > 1
+        }
         batches = [seen.batch for seen in self.measured]
         least_batch, most_batch = min(batches), max(batches)
         global_batches = {seen.global_batch for seen in self.measured}
         if shape.devices == 1 and not any(seen.devices == 1 for seen in self.measured):
             return "no run on one device was measured"
-        if shape.devices > 1 and crosses_nodes not in exchanges:
+        if shape.devices > 1 and crosses_nodes not in measured_communication:
             members = "between nodes" if crosses_nodes else "between devices of one node"
-            return f"no exchange {members} was measured"
+            return f"no communication {members} was measured"
         if shape.devices > FURTHEST_FACTOR * most:
             return f"more than {FURTHEST_FACTOR} times the {most} device(s) that were measured"
         if least_batch == most_batch and shape.batch != least_batch:
@@ -151,11 +154,11 @@ class Scaling:
 def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_bytes: float = 0) -> Scaling:
     """Fit the ladder to the measurements of at least one shape.
 
-    `all_reduces` count only if `gradient_bytes`, the bytes exchanged in a step, is known.
+    `all_reduces` count only if `gradient_bytes`, the bytes of the all-reduce of a step, is known.
     """
     shapes = np.array(list(measured), float)
     medians = np.array([np.median(np.concatenate(runs)) for runs in measured.values()])
-    ladder = _ladder(shapes, _exchange_of_doctor(all_reduces, gradient_bytes))
+    ladder = _ladder(shapes, _communication_of_doctor(all_reduces, gradient_bytes))
     errors = {name: _held_out_error(model, shapes, medians) for name, model in ladder.items()}
     weights = _weights(errors, points=len(medians))
     best = _heaviest(weights)
@@ -180,7 +183,7 @@ def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_byte
         model_of_draw=model_of_draw,
         scatter=scatter_elsewhere,
         largest_counts=_largest_counts(shapes),
-        measured_exchanges={bool(nodes > 1) for devices, nodes, _ in shapes if devices > 1},
+        measured_communication={bool(nodes > 1) for devices, nodes, _ in shapes if devices > 1},
     )
     return Scaling(
         measured=measured,
@@ -203,7 +206,7 @@ class _Mixture:
         model_of_draw: (draws,), the index of the model.
         scatter: (draws, 1), a factor on the seconds of shapes that were not measured.
         largest_counts: of devices, with runs between nodes (True) and within one (False).
-        measured_exchanges: whether runs on several devices were between nodes (True) or within one (False).
+        measured_communication: of runs on several devices, between nodes (True) and within one (False).
     """
 
     predictors: dict[str, Predictor]
@@ -211,14 +214,15 @@ class _Mixture:
     model_of_draw: np.ndarray
     scatter: np.ndarray
     largest_counts: dict[bool, float]
-    measured_exchanges: set[bool]
+    measured_communication: set[bool]
 
     def predict(self, shapes: np.ndarray) -> Seconds:
         predicted = np.stack([predictor(shapes) for predictor in self.predictors.values()])
         for i, (devices, nodes, _) in enumerate(shapes):
             crosses_nodes = bool(nodes > 1)
-            if devices > 1 and crosses_nodes not in self.measured_exchanges and "doctor" in self.predictors:
-                # The other models have no such exchange.
+            is_unseen = devices > 1 and crosses_nodes not in self.measured_communication
+            if is_unseen and "doctor" in self.predictors:
+                # The other models have no such communication.
                 predicted[:, :, i] = self.predictors["doctor"](shapes[i : i + 1])[:, 0]
                 continue
             largest_count = self.largest_counts.get(crosses_nodes, devices)
@@ -275,17 +279,17 @@ class _Model(Protocol):
         """Return predictions with as many draws as `seconds` has."""
 
 
-def _ladder(shapes: np.ndarray, exchange_of_doctor: Predictor | None) -> dict[str, _Model]:
+def _ladder(shapes: np.ndarray, communication_of_doctor: Predictor | None) -> dict[str, _Model]:
     """Return the models that these shapes can determine."""
     on_several = shapes[:, 0] > 1
     ladder: dict[str, _Model] = {}
-    if exchange_of_doctor and not on_several.all():
-        ladder["doctor"] = _OverlapModel(parameters=2, fit_exchange=lambda *_: exchange_of_doctor)
+    if communication_of_doctor and not on_several.all():
+        ladder["doctor"] = _OverlapModel(parameters=2, fit_communication=lambda *_: communication_of_doctor)
     if on_several.any() or "doctor" not in ladder:
         ladder["ring"] = _LinearModel(_rank(_ring_columns(shapes)), _ring_columns)
         ladder["shared"] = _LinearModel(_rank(_shared_columns(shapes)), _shared_columns)
     if on_several.any() and not on_several.all():
-        ladder["overlap"] = _OverlapModel(parameters=4, fit_exchange=_fit_exchange_of_runs)
+        ladder["overlap"] = _OverlapModel(parameters=4, fit_communication=_fit_communication_of_runs)
     return ladder
 
 
@@ -307,25 +311,27 @@ class _LinearModel:
 
 @dataclass(frozen=True)
 class _OverlapModel:
-    """The computation of the runs on one device, and an exchange that overlaps with it.
+    """The computation of the runs on one device, and communication that overlaps with it.
 
-    `fit_exchange` fits the exchange to the runs on several devices: their shapes and seconds, the costs of
-    the computation, and the exponent of the overlap.
+    `fit_communication` fits the communication to the runs on several devices: their shapes and seconds, the
+    costs of the computation, and the exponent of the overlap.
     """
 
     parameters: int
-    fit_exchange: Callable[[np.ndarray, Seconds, np.ndarray, float], Predictor]
+    fit_communication: Callable[[np.ndarray, Seconds, np.ndarray, float], Predictor]
 
     def fit(self, shapes: np.ndarray, seconds: Seconds) -> Predictor:
         on_several = shapes[:, 0] > 1
         costs = _fit_non_negative(_computation_columns(shapes[~on_several]), seconds[:, ~on_several])
         computation = costs @ _computation_columns(shapes).T
-        exchanges = []
+        communication_by_exponent = []
         squared_errors = []
         for exponent in OVERLAP_EXPONENTS:
-            exchange = self.fit_exchange(shapes[on_several], seconds[:, on_several], costs, exponent)
-            step = _overlapped(computation, exchange(shapes), exponent)
-            exchanges.append(exchange)
+            communication = self.fit_communication(
+                shapes[on_several], seconds[:, on_several], costs, exponent
+            )
+            step = _overlapped(computation, communication(shapes), exponent)
+            communication_by_exponent.append(communication)
             squared_errors.append(((step / seconds - 1) ** 2)[:, on_several].sum(axis=1))
         # Overlaps that explain the runs equally well, as all do without any, take turns.
         is_as_good = squared_errors <= np.min(squared_errors, axis=0) + EQUAL_SQUARED_ERROR
@@ -335,16 +341,16 @@ class _OverlapModel:
         def predict(wanted: np.ndarray) -> Seconds:
             computation = costs @ _computation_columns(wanted).T
             steps = [
-                _overlapped(computation, exchange(wanted), exponent)
-                for exchange, exponent in zip(exchanges, OVERLAP_EXPONENTS, strict=True)
+                _overlapped(computation, communication(wanted), exponent)
+                for communication, exponent in zip(communication_by_exponent, OVERLAP_EXPONENTS, strict=True)
             ]
             return np.stack(steps)[overlap_of_draw, np.arange(len(seconds))]
 
         return predict
 
 
-def _overlapped(computation: Seconds, exchange: Seconds, exponent: float) -> Seconds:
-    return (computation**exponent + exchange**exponent) ** (1 / exponent)
+def _overlapped(computation: Seconds, communication: Seconds, exponent: float) -> Seconds:
+    return (computation**exponent + communication**exponent) ** (1 / exponent)
 
 
 def _computation_columns(shapes: np.ndarray) -> np.ndarray:
@@ -352,7 +358,7 @@ def _computation_columns(shapes: np.ndarray) -> np.ndarray:
     return np.stack([np.ones(len(shapes)), shapes[:, 2]], axis=1)
 
 
-def _exchange_columns(shapes: np.ndarray, bytes: float | np.ndarray = 1.0) -> np.ndarray:
+def _communication_columns(shapes: np.ndarray, bytes: float | np.ndarray = 1.0) -> np.ndarray:
     """Return bytes and latencies of the rings within a node and between nodes: (shapes, 4).
 
     With a single count above one the two are indistinguishable: the fit takes the bytes, which come first.
@@ -366,7 +372,7 @@ def _exchange_columns(shapes: np.ndarray, bytes: float | np.ndarray = 1.0) -> np
 
 
 def _ring_columns(shapes: np.ndarray) -> np.ndarray:
-    return np.column_stack([_computation_columns(shapes), _exchange_columns(shapes)])
+    return np.column_stack([_computation_columns(shapes), _communication_columns(shapes)])
 
 
 def _shared_columns(shapes: np.ndarray) -> np.ndarray:
@@ -374,18 +380,20 @@ def _shared_columns(shapes: np.ndarray) -> np.ndarray:
     return np.column_stack([_ring_columns(shapes), (devices / nodes - 1) * batch])
 
 
-def _fit_exchange_of_runs(
+def _fit_communication_of_runs(
     shapes: np.ndarray, seconds: Seconds, computation_costs: np.ndarray, exponent: float
 ) -> Predictor:
     """Fit the time that runs on several devices take beyond their computation."""
     computation = computation_costs @ _computation_columns(shapes).T
-    exchange = np.maximum(seconds**exponent - computation**exponent, 0) ** (1 / exponent)
-    costs = _fit_non_negative(_exchange_columns(shapes), exchange, weights=1 / np.median(seconds, axis=0))
-    return lambda wanted: costs @ _exchange_columns(wanted).T
+    communication = np.maximum(seconds**exponent - computation**exponent, 0) ** (1 / exponent)
+    costs = _fit_non_negative(
+        _communication_columns(shapes), communication, weights=1 / np.median(seconds, axis=0)
+    )
+    return lambda wanted: costs @ _communication_columns(wanted).T
 
 
-def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float) -> Predictor | None:
-    """Predict the exchange by shape, (1, shapes), from the doctor's all-reduces of about as many bytes."""
+def _communication_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float) -> Predictor | None:
+    """Predict communication by shape, (1, shapes), from the doctor's all-reduces of about as many bytes."""
     if not all_reduces or not gradient_bytes:
         return None
     # Small messages take the time of their rounds, which varies, and say little about large ones.
@@ -394,8 +402,8 @@ def _exchange_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float)
     chosen = np.array([all_reduce for all_reduce in all_reduces if all_reduce.bytes in nearest])
     devices, nodes, bytes, seconds = chosen.T
     shapes = np.column_stack([devices, nodes, np.zeros_like(nodes)])
-    costs = _fit_non_negative(_exchange_columns(shapes, bytes), seconds[None])
-    return lambda wanted: costs @ _exchange_columns(wanted, gradient_bytes).T
+    costs = _fit_non_negative(_communication_columns(shapes, bytes), seconds[None])
+    return lambda wanted: costs @ _communication_columns(wanted, gradient_bytes).T
 
 
 def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray | None = None) -> np.ndarray:

@@ -194,7 +194,7 @@ class DistributedBatchSampler(RankSampler):
 class UnpaddedEvalSampler(RankSampler):
     """This rank's contiguous share of the test set, in order, in as many steps as every other rank's.
 
-    So the ranks can exchange data in each step. A rank with fewer samples than steps takes one per step.
+    So the ranks can communicate in each step. A rank with fewer samples than steps takes one per step.
     """
 
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:

@@ -267,7 +267,7 @@ class Srun(Launcher):
 class Mpirun(Launcher):
     """mpirun, or mpiexec; the subclasses have the variables of each MPI.
 
-    MPI itself is not used: the ranks meet, and exchange gradients, as with the other launchers.
+    MPI itself is not used: the ranks meet, and average gradients, as with the other launchers.
     """
 
     name = "mpirun"

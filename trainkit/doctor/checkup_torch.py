@@ -162,7 +162,7 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
         if seconds > SLOW_SECONDS:
             break
     if process_group.is_rank_0() and process_group.count() == 1:
-        yield Finding("all-reduce", OK, "one rank only: nothing to exchange")
+        yield Finding("all-reduce", OK, "one rank only: there is nothing to communicate")
     elif process_group.is_rank_0():
         for row in rows:
             send(row=row)

@@ -110,11 +110,11 @@ class WaitingForBatches(Evidence):
 
 
 @dataclass(frozen=True)
-class SlowExchange(Evidence):
-    """The exchange of gradients, as a share of the training time, and what each of several nodes moves."""
+class SlowCommunication(Evidence):
+    """Averaging the gradients, as a share of the training time, and what each of several nodes moves."""
 
     kind = "network_bound"
-    exchange_share: float
+    communication_share: float
     network_mb_s: float
 
 
@@ -241,7 +241,7 @@ WHAT_MAKES_RANKS_WAIT = frozenset(
         WaitingForBatches.kind,
         PausedRanks.kind,
         SlowRank.kind,
-        SlowExchange.kind,
+        SlowCommunication.kind,
         SharedCores.kind,
         ThrottledGpus.kind,
     }

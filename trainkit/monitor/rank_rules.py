@@ -13,7 +13,7 @@ from trainkit.monitor.issues import (
     PausedRanks,
     RanksNeverMet,
     SharedCores,
-    SlowExchange,
+    SlowCommunication,
     SlowRank,
     WaitingForBatches,
 )
@@ -29,8 +29,8 @@ LEAST_LOST_SHARE = 0.1
 LOADER_WAIT_SHARE = 0.2
 RESIDENT_WAIT_SHARE = 0.4
 # Of the training time. From 0.5 on two devices are no faster than one.
-EXCHANGE_SHARE = 0.4
-# In a shorter epoch, what comes once in an epoch would be taken for the exchange.
+COMMUNICATION_SHARE = 0.4
+# In a shorter epoch, what comes once in an epoch would be taken for communication.
 LONG_EPOCH_SECONDS = 1.0
 # Of the time, that a rank could run but waits for a core: alone on it, below 0.05.
 CORE_WAIT_SHARE = 0.2
@@ -146,18 +146,21 @@ def _is_starved(job: SampledJob, rank: RankId) -> bool:
     return loaders_are_busy and load < (LOW_LOAD if rank in job.gpus_of_ranks else STARVED_RANK_CORES)
 
 
-def find_slow_exchange(job: SampledJob) -> Issue | None:
-    """Find that the ranks wait for the exchange of gradients, by the times that each has measured itself."""
-    exchange_share = 1 - _own_shares(job).max()
-    if not exchange_share >= EXCHANGE_SHARE or not job.epochs.train_seconds.mean() >= LONG_EPOCH_SECONDS:
+def find_slow_communication(job: SampledJob) -> Issue | None:
+    """Find that the ranks wait for communication, by the times that each has measured itself."""
+    communication_share = 1 - _own_shares(job).max()
+    if (
+        not communication_share >= COMMUNICATION_SHARE
+        or not job.epochs.train_seconds.mean() >= LONG_EPOCH_SECONDS
+    ):
         return None
     network_mb_s = math.nan
     if len(job.last_nodes) > 1:
         network_mb_s = mean(job.judged.nodes.values(), "network_mb_s")
     return Issue(
-        SlowExchange(exchange_share=exchange_share, network_mb_s=network_mb_s),
+        SlowCommunication(communication_share=communication_share, network_mb_s=network_mb_s),
         locations=job.last_nodes,
-        lost_share=exchange_share,
+        lost_share=communication_share,
     )
 
 
@@ -250,7 +253,7 @@ RULES = (
     find_ranks_that_never_met,
     find_paused_ranks,
     find_waiting_for_batches,
-    find_slow_exchange,
+    find_slow_communication,
     find_shared_cores,
     find_slow_rank,
     find_idle_cpus,

@@ -18,7 +18,7 @@ from trainkit.monitor.issues import (
     PowerReading,
     RanksNeverMet,
     SharedCores,
-    SlowExchange,
+    SlowCommunication,
     SlowRank,
     ThrottledGpus,
     ThrottlingCause,
@@ -238,14 +238,15 @@ def _remedy_for_workers(evidence: WaitingForBatches, is_plain: bool) -> str:
 
 
 @_sentence.register
-def _slow_exchange(evidence: SlowExchange, issue: Issue, is_plain: bool) -> str:
+def _slow_communication(evidence: SlowCommunication, issue: Issue, is_plain: bool) -> str:
     remedy = "take a larger batch per device, or accumulate several micro-batches (03_multigpu_ddp/beyond)"
     if evidence.network_mb_s >= 0:
         remedy += (
             f"; each node sends and receives {evidence.network_mb_s:.0f} MB/s: can its network do more "
             "(slurm/doctor.py --job)?"
         )
-    return f"averaging the gradients takes {_percent(evidence.exchange_share)} of the training time: {remedy}"
+    share = _percent(evidence.communication_share)
+    return f"averaging the gradients takes {share} of the training time: {remedy}"
 
 
 @_sentence.register

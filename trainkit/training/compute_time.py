@@ -9,7 +9,7 @@ from trainkit.devices import accelerator_of, between, moment
 
 
 class ComputeTime:
-    """The seconds from one exchange of gradients to the moment this rank has its own gradients for the next.
+    """The seconds from one gradient all-reduce to the moment this rank has its own gradients for the next.
 
     All ranks leave DistributedDataParallel's backward pass together, so a clock around the step shows the
     same on each of them, however slow one is. What differs is when a rank has computed its own gradients.
@@ -26,7 +26,7 @@ class ComputeTime:
             for weights in model.parameters()
             if weights.requires_grad
         ]
-        optimizer.register_step_pre_hook(self._exchanged)
+        optimizer.register_step_pre_hook(self._all_reduced)
         self._start()
 
     def begin(self) -> None:
@@ -60,7 +60,7 @@ class ComputeTime:
             return
         self._last, self._ended = weights, moment(self._device)
 
-    def _exchanged(self, *_: object) -> None:
+    def _all_reduced(self, *_: object) -> None:
         """Note the moment before the optimizer's step, when all ranks have all gradients."""
         if self._last is None:
             return

@@ -73,7 +73,7 @@ def main() -> None:
             loss = 0
             micro_batches = zip(images.chunk(opts.accumulate), labels.chunk(opts.accumulate), strict=True)
             for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
-                # The gradients of all micro-batches add up. The last backward pass alone exchanges them.
+                # The gradients of all micro-batches add up. Only the last backward pass all-reduces them.
                 is_last = number == opts.accumulate
                 with nullcontext() if is_last else model.no_sync():
                     with autocast:

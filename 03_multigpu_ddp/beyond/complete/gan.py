@@ -101,7 +101,7 @@ def main() -> None:
             critic_optimizer.step()
 
             optimizer.zero_grad()
-            # Without DDP's exchange: the gradients that the critic gets here are cleared in the next step.
+            # Without DDP's all-reduce: the gradients that the critic gets here are cleared in the next step.
             scores = critic.module(generated)
             loss = F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
             loss.backward()

@@ -1,4 +1,4 @@
-"""Counts the exchanges of the learner's step in two ranks, and compares with the whole batch."""
+"""Counts the all-reduces of the learner's step in two ranks, and compares with the whole batch."""
 
 from functools import partial
 from types import ModuleType
@@ -12,7 +12,7 @@ from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
-# Before you run the starter: how often do the ranks exchange gradients in one step of 4 micro-batches?
+# Before you run the starter: how often does DDP average the gradients in one step of 4 micro-batches?
 prediction = 4
 """
 HINTS = """\
@@ -60,10 +60,10 @@ PARTS = 4
 PLACE = "with model.no_sync() if part < parts else nullcontext():"
 LOSS = "loss = F.cross_entropy(model(inputs), targets) / parts\n"
 WRONG = [
-    (SCRIPT, PLACE, "with nullcontext():", "exchange gradients 4 times"),
+    (SCRIPT, PLACE, "with nullcontext():", "the gradients 4 times"),
     (SCRIPT, PLACE + "\n            " + LOSS, LOSS + "        " + PLACE + "\n", "the forward pass"),
-    (SCRIPT, PLACE, "with model.no_sync():", "not exchange gradients at all"),
-    (SCRIPT, "part < parts", "part > 1", "left out of the exchange"),
+    (SCRIPT, PLACE, "with model.no_sync():", "not average the gradients at all"),
+    (SCRIPT, "part < parts", "part > 1", "left out of the all-reduce"),
     (SCRIPT, ") / parts", ")", "4.00 times that"),
     (SCRIPT, ") / parts", ") / parts / dist.get_world_size()", "0.50 times that"),
     (SCRIPT, PLACE, "optimizer.zero_grad()\n        " + PLACE, "only the last part"),
@@ -97,9 +97,9 @@ def check(workspace: Workspace) -> str:
         judge(ranks, parts, "no_sync()" in text)
     came = "as you predicted" if prediction == PARTS else f"you predicted {prediction:g}"
     return (
-        f"Without no_sync, DDP exchanges the gradients in every backward pass, {PARTS} times in a step "
+        f"Without no_sync, DDP averages the gradients in every backward pass, {PARTS} times in a step "
         f"({came}). Now it does so once, and the step is that of the whole batch. How much time this saves "
-        "depends on how long an exchange takes, compared with a part: 03_multigpu_ddp/beyond/README.md has "
+        "depends on how long an all-reduce takes, compared with a part: 03_multigpu_ddp/beyond/README.md has "
         "measurements on two CPU workers."
     )
 
@@ -108,21 +108,21 @@ def behave(program: ModuleType, parts: int, rank: int, size: int) -> dict[str, o
     """Take one step of the learner's in this rank."""
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Linear(3, 2))
-    exchanges = program.count_exchanges(model)
+    all_reduces = program.count_all_reduces(model)
     optimizer = Optimizer(model)
     images = torch.randn(8 * size, 3)[rank::size]
     labels = torch.randint(2, (8 * size,))[rank::size]
-    of_whole_share = torch.autograd.grad(F.cross_entropy(model.module(images), labels), model.module.weight)[
+    of_whole_shard = torch.autograd.grad(F.cross_entropy(model.module(images), labels), model.module.weight)[
         0
     ]
     for weights in model.parameters():
         weights.grad = torch.full_like(weights, STALE)  # of a step before
     program.step(model, optimizer, (images, labels), parts)
     return {
-        "exchanges": len(exchanges),
+        "all_reduces": len(all_reduces),
         "zeroed": optimizer.zeroed,
         "gradients": optimizer.gradients,
-        "own": of_whole_share.flatten().tolist(),
+        "own": of_whole_shard.flatten().tolist(),
     }
 
 
@@ -135,24 +135,24 @@ def judge(ranks: list[dict[str, object]], parts: int, forgot_forward: bool) -> N
             "The gradients are set to zero between the parts, so the step has the gradient of only the last "
             "part."
         )
-    if seen["exchanges"] == 0:
+    if seen["all_reduces"] == 0:
         raise Wrong(
-            f"In a step of {parts} parts, the ranks do not exchange gradients at all: each rank makes a "
+            f"In a step of {parts} parts, DDP does not average the gradients at all: each rank makes a "
             "different step, and they drift apart."
         )
-    if seen["exchanges"] > 1:
+    if seen["all_reduces"] > 1:
         advice = (
             " no_sync has to be around the forward pass, too: there DDP decides." if forgot_forward else ""
         )
         raise Wrong(
-            f"In a step of {parts} parts, the ranks exchange gradients {seen['exchanges']} times. Once is "
+            f"In a step of {parts} parts, DDP averages the gradients {seen['all_reduces']} times. Once is "
             f"enough: the gradients of the parts add up on each rank.{advice}"
         )
     gradient, gradient_of_rank_1 = (torch.tensor(rank["gradients"][0]) for rank in ranks)
     if not torch.allclose(gradient, gradient_of_rank_1, rtol=1e-4, atol=1e-6):
         raise Wrong(
-            "The ranks have different gradients after the exchange: what each rank added later was left out "
-            "of the exchange. In which part should they exchange?"
+            "The ranks have different gradients after the all-reduce: what each rank added later was left "
+            "out of the all-reduce. In which part should it happen?"
         )
     true = torch.tensor([rank["own"] for rank in ranks]).mean(dim=0)
     if torch.allclose(gradient - STALE, true, rtol=1e-3, atol=1e-4):

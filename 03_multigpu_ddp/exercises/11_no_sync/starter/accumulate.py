@@ -13,7 +13,7 @@ PARTS = 4
 
 
 def step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: tuple, parts: int) -> None:
-    """One step of the optimizer with this rank's share of a batch, in `parts` micro-batches."""
+    """One step of the optimizer with this rank's shard of a batch, in `parts` micro-batches."""
     images, labels = batch
     optimizer.zero_grad()
     for inputs, targets in zip(images.chunk(parts), labels.chunk(parts), strict=True):
@@ -29,28 +29,28 @@ def main() -> None:
     for parts in (1, PARTS):
         torch.manual_seed(1)
         model = DistributedDataParallel(nn.Linear(20, 10))
-        exchanges = count_exchanges(model)
+        all_reduces = count_all_reduces(model)
         images = torch.randn(64, 20)
         labels = torch.randint(10, (64,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step(model, optimizer, (images[rank::size], labels[rank::size]), parts)
         if rank == 0:
-            print(f"{parts} part(s): {len(exchanges)} exchange(s),", end=" ")
+            print(f"{parts} part(s): {len(all_reduces)} all-reduce(s),", end=" ")
             print(f"size of the gradient {model.module.weight.grad.norm():.4f}")
     dist.destroy_process_group()
 
 
-def count_exchanges(model: DistributedDataParallel) -> list[int]:
-    """Return a list that gets an entry for each exchange of gradients: how many numbers it had."""
-    exchanges = []
+def count_all_reduces(model: DistributedDataParallel) -> list[int]:
+    """Return a list that gets an entry for each all-reduce of gradients: how many numbers it had."""
+    all_reduces = []
 
     def average(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        exchanges.append(bucket.buffer().numel())
+        all_reduces.append(bucket.buffer().numel())
         numbers = bucket.buffer().div_(dist.get_world_size())
         return dist.all_reduce(numbers, async_op=True).get_future().then(lambda done: done.value()[0])
 
     model.register_comm_hook(None, average)
-    return exchanges
+    return all_reduces
 
 
 if __name__ == "__main__":
