@@ -230,9 +230,9 @@ may_go_back() {
 # Set `requeued`, or `refusal` to why Slurm refuses. Its controller may be restarting.
 requeue() {
     if [[ $stopped ]]; then
-        echo "stopped; back to the queue, to go on from the checkpoint"
+        echo "stopped; back to the queue, to resume from the checkpoint"
     else
-        echo "ended by its time limit or a preemption; back to the queue, to go on with --when-requeued"
+        echo "ended by its time limit or a preemption; back to the queue, to resume with --when-requeued"
     fi
     if ! scontrol requeue "$this_job" >/dev/null 2>&1; then
         sleep 10

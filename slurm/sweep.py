@@ -9,8 +9,8 @@ from runpy import run_path
 try:
     from trainkit.commands.sweep import main
 except ModuleNotFoundError:
-    # As where the environment of another training is active: the kit's own Python goes on.
-    run_path(str(Path(__file__).resolve().parents[1] / "trainkit" / "kit_python.py"))["go_on"]()
+    # Where the environment of a different project is active, the kit's own Python takes over.
+    run_path(str(Path(__file__).resolve().parents[1] / "trainkit" / "kit_python.py"))["take_over"]()
     raise
 
 if __name__ == "__main__":

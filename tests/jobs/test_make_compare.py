@@ -42,9 +42,9 @@ def test_compare_ends_with_table_figures_and_a_sentence(tmp_path: Path) -> None:
         assert "epoch 2/2: " in log.read_text()
     assert "[4/4] ddp-2gpu-batch64-train512-r1 finished: " in done.stdout
 
-    go_on = re.search(r"^go on    (.*)$", done.stdout, re.MULTILINE)[1]
+    resume = re.search(r"^resume   (.*)$", done.stdout, re.MULTILINE)[1]
     env = ENVIRONMENT | {"PYTHONPATH": f"{project}:{STARTUP}"}
-    again = succeeded(ran(*shlex.split(go_on), cwd="/", env=env))
+    again = succeeded(ran(*shlex.split(resume), cwd="/", env=env))
     assert "4 runs, 4 of them finished" in again.stdout
 
 

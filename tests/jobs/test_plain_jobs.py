@@ -426,7 +426,7 @@ def test_a_rank_that_fails_soon_does_not_come_back_for_ever(on_cluster: Checkout
         (BOTH_PRINTED + "raise ValueError('planted')", 1,
          "failed: rank 1 ended with exit code 1: ValueError: planted (in "),
         ("os.kill(os.getpid(), 12)", 0, "done: see "),  # USR2, of which it knows nothing
-        ("open(os.environ['TRAINKIT_JOB_DIR'] + '/stopped', 'w').close()", 1, "to go on: copy /"),
+        ("open(os.environ['TRAINKIT_JOB_DIR'] + '/stopped', 'w').close()", 1, "to resume: copy /"),
         ("open(f'once-{rank}', 'x'); sys.exit(144)", 1, " ended with exit code 144"),
     ],
 )  # fmt: skip
@@ -543,7 +543,7 @@ def test_a_sweep_goes_on_in_its_own_folder_whatever_the_script_is_given(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--plain", "train.py", "--out", "theirs"])
-    assert sweep_execution.command_to_go_on(tmp_path).endswith(
+    assert sweep_execution.command_to_resume(tmp_path).endswith(
         f" --out {tmp_path} --plain train.py --out theirs"
     )
 

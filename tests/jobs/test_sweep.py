@@ -134,9 +134,9 @@ def test_compare_chooses_its_epochs_on_gpus_and_scales_strong_and_weak(on_cluste
     assert "Slurm found" in done.stdout and most_at_a_time(on_cluster) == 1
     too_many = on_cluster.python("results/compare.py", "--workers", 3)
     assert "--workers 3 is more than the 2 found here" in too_many.stderr
-    go_on = re.search(r"^go on    (.*)$", done.stdout, re.MULTILINE)[1]
+    resume = re.search(r"^resume   (.*)$", done.stdout, re.MULTILINE)[1]
     on_cluster.plant("single", "raise errors.UserError('not again')")
-    again = on_cluster.run(*shlex.split(go_on))
+    again = on_cluster.run(*shlex.split(resume))
     assert "7 runs, 7 of them finished" in again.stdout, again.stdout + again.stderr
     assert "epochs of 900,000 images" in again.stdout
     assert "to choose the length" not in again.stdout

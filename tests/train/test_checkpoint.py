@@ -312,7 +312,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     [
         (["--resume", "auto"], "--resume auto needs --checkpoint-dir"),
         (["--checkpoint-dir", "/proc/nowhere"], "checkpoints cannot be written to /proc/nowhere"),
-        (["--checkpoint-dir", "{}"], "add --resume auto to go on with it"),
+        (["--checkpoint-dir", "{}"], "add --resume auto to resume it"),
         (["--checkpoint-dir", "{}", "--resume", "auto", "--seed", "7"], "was made with --seed 1"),
         (["--checkpoint-dir", "{}", "--resume", "auto", "--precision", "bf16"], "with --precision fp32"),
     ],

@@ -79,7 +79,9 @@ def test_a_run_that_went_on_in_another_world_counts_in_neither(plot: Script, tmp
     made(tmp_path / "in", "resumed", {"world_size": "4", "devices": "4", "images_per_s": "9999"})
     done = plot(SAMPLE, tmp_path / "in", "--out", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
-    note = "Skipped: run resumed went on with world_size 4 after 2, devices 4 after 2: it counts in neither."
+    note = (
+        "Skipped: run resumed was resumed with world_size 4 after 2, devices 4 after 2: it counts in neither."
+    )
     assert note in done.stdout.replace("\n    ", " ")
     report([SAMPLE], tmp_path / "alone")
     expected, written = ((tmp_path / out / "comparison.md").read_text() for out in ("alone", "out"))

@@ -341,7 +341,7 @@ def _runs_that_changed(rows: pd.DataFrame) -> dict[str, str]:
             if run[name].nunique() > 1:
                 before, after, *_ = run[name].unique()
                 changes.append(f"{COLUMNS[name].words or name} {after} after {before}")
-        sentences[run_id] = f"run {run_id} went on with {', '.join(changes)}: it counts in neither."
+        sentences[run_id] = f"run {run_id} was resumed with {', '.join(changes)}: it counts in neither."
     return sentences
 
 

@@ -268,21 +268,21 @@ class Options:
     )
 
     checkpoint_dir: Path | None = _option(
-        "stop and go on",
+        "stop and resume",
         None,
         type=given_path,
         metavar="DIR",
         help="save the state of the training here after every epoch, and on USR2 or SIGTERM",
     )
     checkpoint_minutes: float = _option(
-        "stop and go on",
+        "stop and resume",
         10,
         type=above_0(),
         metavar="X",
         help="minutes between two checkpoints within an epoch",
     )
     resume: str = _option(
-        "stop and go on",
+        "stop and resume",
         "never",
         choices=("never", "auto"),
         help="auto: resume from the newest checkpoint in --checkpoint-dir, if there is one",

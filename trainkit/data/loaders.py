@@ -231,7 +231,7 @@ class WithSeeds(Sampler[tuple[str, list[int]]]):
 class SeededByStep(Dataset):
     """The `samples` as a loader process reads them: step by step, with the random numbers of `WithSeeds`.
 
-    PyTorch seeds such a process once, so in a training that goes on it would begin again with the numbers of
+    PyTorch seeds such a process once, so in a training that resumes it would begin again with the numbers of
     the first epoch. The step's numbers are those of PyTorch, of Python's `random` and of NumPy.
     """
 

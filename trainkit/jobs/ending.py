@@ -145,14 +145,14 @@ def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> 
 def _verdict(
     facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence, saved: str | None
 ) -> Verdict:
-    again = _how_to_go_on(folder, saved)
+    again = _how_to_resume(folder, saved)
     preempted = _was_only_preempted(facts, folder)
     if ending.failure:  # its log has it already
         said = [f"correct it, and {again}"] if saved else []
         return Verdict(ending.code or 1, [Reason(ending.failure)], said)
 
     if ending.refusal:
-        by_hand = _how_to_go_on(folder, saved, refused=True)
+        by_hand = _how_to_resume(folder, saved, refused=True)
         refused = Reason(f"this job is not requeued ({ending.refusal}): {by_hand}")
         return Verdict(ending.code or 1, [refused], [f"error: {refused.text}"])
 
@@ -192,14 +192,14 @@ def _verdict(
 
 
 def _after_a_failure(folder: Path, ending: Ending, saved: str | None) -> list[str]:
-    """Return how to go on from the checkpoints of a job that has failed, if there are any."""
-    again = _how_to_go_on(folder, saved)
+    """Return how to resume from the checkpoints of a job that has failed, if there are any."""
+    again = _how_to_resume(folder, saved)
     if ending.requeued:
         return []
     if saved:
         return [f"it failed soon after its start, so it does not come back: correct it, and {again}"]
     if _has_checkpoints(folder):
-        return [f"it has checkpoints: to go on from them, {again}"]
+        return [f"it has checkpoints: to resume from them, {again}"]
     return []
 
 
@@ -215,7 +215,7 @@ def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: Ending) -> b
     return ending.restart > 0 and not facts.preempted
 
 
-def _how_to_go_on(folder: Path, saved: str | None, refused: bool = False) -> str:
+def _how_to_resume(folder: Path, saved: str | None, refused: bool = False) -> str:
     """Return how to resume by hand; `refused` if Slurm does not start this job again."""
     own = str(folder / job_folder.CHECKPOINTS)
     if saved is None and _has_checkpoints(folder):
@@ -234,7 +234,7 @@ def _how_to_go_on(folder: Path, saved: str | None, refused: bool = False) -> str
     script = job_folder.read_script(folder)
     number = script.array_element if script and script.array_element else folder.name
     # Slurm forgets a job after MinJobAge, by default five minutes.
-    return f"scontrol requeue {number} within minutes, which goes on in its folder, or {by_a_new_job}"
+    return f"scontrol requeue {number} within minutes, which resumes it in its folder, or {by_a_new_job}"
 
 
 def _has_checkpoints(folder: Path) -> bool:

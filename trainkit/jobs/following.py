@@ -258,7 +258,7 @@ class SlurmHandle(Handle):
         message = self.status.reason
         if time.monotonic() - self.answered_at > UNANSWERED_SECONDS:
             raise UserError(
-                f"Slurm does not answer ({message}): the job may well go on, so look again later, with "
+                f"Slurm does not answer ({message}): the job may still be running, so look again later, with "
                 f"squeue --jobs={self.job_id}"
             )
         return State("unknown", message)
@@ -367,7 +367,7 @@ class LocalHandle(Handle):
             self.sampler.kill()
         checkpoints = job_folder.stopped(self.folder)
         if checkpoints is not None:
-            return State("failed", f"it was stopped; to go on: {self._how_to_go_on(checkpoints)}")
+            return State("failed", f"it was stopped; to resume: {self._how_to_resume(checkpoints)}")
         if len(job_folder.notes(self.folder, "finished")) == self.tasks:
             return self._done()
         return State("failed", self._why())
@@ -395,7 +395,7 @@ class LocalHandle(Handle):
                 for rank in ranks:
                     rank.kill()
 
-    def _how_to_go_on(self, checkpoints: str) -> str:
+    def _how_to_resume(self, checkpoints: str) -> str:
         if self._is_plain:
             saved = checkpoints or self.folder / job_folder.CHECKPOINTS
             return f"copy {saved} to where another start looks"
@@ -443,7 +443,7 @@ def follow(handle: Handle) -> int:
 
     Raises:
         UserError: as `states`.
-        KeyboardInterrupt: on Ctrl-C. It stops local processes; a Slurm job goes on.
+        KeyboardInterrupt: on Ctrl-C. It stops local processes; a Slurm job continues.
     """
     shown = None
     try:
@@ -458,7 +458,7 @@ def follow(handle: Handle) -> int:
         if isinstance(handle, LocalHandle):
             handle.cancel()
         else:
-            print_line(f"\njob {handle.job_id} goes on:\n{handle.how_to_follow()}", sys.stderr)
+            print_line(f"\njob {handle.job_id} continues:\n{handle.how_to_follow()}", sys.stderr)
         raise
     for line in handle.verdict():
         print_line(line)

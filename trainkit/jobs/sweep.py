@@ -1,4 +1,4 @@
-"""A sweep: what its runs share, and its folder, from which it goes on after a break.
+"""A sweep: what its runs share, and its folder, from which it resumes after a break.
 
 sweep_execution.py carries it out. This module checks only numbers, so that hundreds of runs are checked at
 once; only the jobs load PyTorch.

@@ -38,7 +38,7 @@ def run(
         UserError: if the first job is refused, or Slurm does not answer.
     """
     print_plan(sweep, planned, run_seconds)
-    print_line(f"results  {sweep.folder}\ngo on    {command_to_go_on(sweep.folder)}\n")
+    print_line(f"results  {sweep.folder}\nresume   {command_to_resume(sweep.folder)}\n")
     failed = finish(sweep, planned, max_jobs, sweep.folder)
     try:
         exit_code = _report(sweep, report)
@@ -49,10 +49,10 @@ def run(
     return 1 if failed else exit_code
 
 
-def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Path) -> list[str]:
+def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, resume_in: Path) -> list[str]:
     """Run what is not finished, print each change, and return the names of the runs that failed.
 
-    After Ctrl-C, this program's command line with --out `go_on_in` continues.
+    After Ctrl-C, this program's command line with --out `resume_in` resumes it.
 
     Raises:
         UserError: if a job is refused while none is active, or Slurm does not answer.
@@ -66,12 +66,12 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, go_on_in: Pat
                 time.sleep(min(handle.poll_seconds for handle in queue.active.values()))
     except KeyboardInterrupt:
         queue.stop()
-        print_line(f"\nto go on: {command_to_go_on(go_on_in)}", sys.stderr)
+        print_line(f"\nto resume: {command_to_resume(resume_in)}", sys.stderr)
         raise
     return queue.failed
 
 
-def command_to_go_on(folder: Path) -> str:
+def command_to_resume(folder: Path) -> str:
     """Return the command line of this program, with --out."""
     command = [sys.executable, str(Path(sys.argv[0]).absolute())]
     # A plain script may have an --out, too.

@@ -164,7 +164,7 @@ class Queue:
             print_line(text)
 
     def stop(self) -> None:
-        """End the processes of this machine, and tell how to stop the jobs of Slurm, which go on."""
+        """End the processes of this machine, and tell how to stop the jobs of Slurm, which continue."""
         in_slurm = []
         for handle in self.active.values():
             if isinstance(handle, LocalHandle):
@@ -174,7 +174,7 @@ class Queue:
         if in_slurm:
             # The number of an array means all of its jobs.
             numbers = dict.fromkeys(array.array_id(job_id) for job_id in in_slurm)
-            message = f"{len(in_slurm)} job(s) go on; to stop them: scancel {' '.join(numbers)}"
+            message = f"{len(in_slurm)} job(s) continue; to stop them: scancel {' '.join(numbers)}"
             print_line(f"\n{message}", sys.stderr)
 
 

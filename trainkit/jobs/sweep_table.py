@@ -1,6 +1,6 @@
 """How the runs of a plain script have ended, as a table: a script may write no record that tells it.
 
-When it ends, each run keeps its row in its own folder, so that a sweep that goes on has those of earlier
+When it ends, each run keeps its row in its own folder, so that a sweep that resumes has those of earlier
 calls.
 """
 

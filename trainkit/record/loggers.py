@@ -3,7 +3,7 @@
     run = Run("mine", ..., loggers=[TensorBoardLogger("results/tensorboard")])
     recorder = Recorder("mine", ..., loggers=[WandbLogger("my project")])
 
-Rank 0 calls them, after it has written the CSV. A training that goes on from a checkpoint goes on in the run
+Rank 0 calls them, after it has written the CSV. A training that resumes from a checkpoint resumes the run
 that its first start has begun.
 """
 
@@ -35,10 +35,10 @@ class Logger(Protocol):
     """
 
     def start(self, run_id: str, config: dict[str, object], first_epoch: int) -> None:
-        """Begin a run, or go on with it; called before the first `log` of each start of a training.
+        """Begin a run, or resume it; called before the first `log` of each start of a training.
 
         Args:
-            run_id: the id of the first start's record: the same when the training goes on.
+            run_id: the id of the first start's record: the same when the training is resumed.
             config: what `config_of` returns of the record.
             first_epoch: the first that this start logs. Later epochs of an earlier start do not count.
         """
@@ -47,7 +47,7 @@ class Logger(Protocol):
         """Take the numbers of an epoch (counted from 1), each by its name as `curves` says."""
 
     def finish(self) -> None:
-        """End the run, after its last epoch. A training that was stopped and will go on does not call it."""
+        """End the run, after its last epoch. A training that was stopped and will resume does not call it."""
 
 
 def config_of(facts: dict[str, object]) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The record of a training: a CSV with a row per epoch, as columns.py says. Its writer and its readers.
 
-Every start of a training, the first one and each that goes on from a checkpoint, writes a file of its own,
-`<run_id>.csv`, with the epochs that it has completed itself; `resumed_from` names the start that it goes on
+Every start of a training, the first one and each that resumes from a checkpoint, writes a file of its own,
+`<run_id>.csv`, with the epochs that it has completed itself; `resumed_from` names the start that it resumes
 from, and those before that one if it had no row when it saved. `join` puts the starts together to runs.
 
 Next to the CSV are `<run_id>.ranks.tsv`, a row per epoch and device, and, for a training with its own
@@ -42,7 +42,7 @@ IMAGES = "images"
 PER_SECOND = "_per_s"
 # Characters of the stage that the name of a file may have.
 MOST_STAGE_CHARACTERS = 40
-# Of a training that goes on: what has to be the same (a Recorder compares it; a Run has its checkpoints do
+# Of a training that is resumed: what has to be the same (a Recorder compares it; a Run has its checkpoints do
 # so), and what stays as at its first start, whatever the script says now. For example, an optimizer has its
 # constants from the checkpoint.
 SAME = ("stage", "dataset", "model", "global_batch", "settings")
@@ -91,7 +91,7 @@ class RecordWriter:
         is_first_training = RecordWriter._trainings_of_this_process == 0
         RecordWriter._trainings_of_this_process += 1
         self._began = process_start() if is_first_training else time.monotonic()
-        # The seconds of the starts that this one goes on from.
+        # The seconds of the starts that this one resumes.
         self._seconds_before = 0.0
         began_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._began)
         defaults = {name: column.default for name, column in COLUMNS.items() if column.default is not None}
@@ -203,11 +203,11 @@ class RecordWriter:
                 put_table(beside(self.path, "metrics"), METRIC_COLUMNS, self._metrics, delimiter="\t")
 
     def state_dict(self) -> dict[str, object]:
-        """Return what a start that goes on from here has to know: numbers and texts, for a checkpoint."""
+        """Return what a start that resumes from here has to know: numbers and texts, for a checkpoint."""
         run_id = self.facts["run_id"]
         resumed_from = run_id
         if not self.rows:
-            # A start that has no row yet has no file. If it never gets one, the next goes on from the starts
+            # A start that has no row yet has no file. If it never gets one, the next resumes from the starts
             # before it.
             resumed_from = f"{run_id} {self.facts['resumed_from']}".strip()
         return {
@@ -219,7 +219,7 @@ class RecordWriter:
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from the start that has saved `state`: name its record, and count on from its seconds."""
+        """Resume from the start that has saved `state`: name its record, and count on from its seconds."""
         if state["run_id"] == self.facts["run_id"]:
             # This start goes back to what it has saved itself.
             return
@@ -401,14 +401,14 @@ def read_runs(paths: Iterable[Path]) -> dict[str, list[Row]]:
 def join(starts: dict[str, list[Row]]) -> dict[str, list[Row]]:
     """Put the starts of trainings together to runs: the rows of each, by the `run_id` of its last start.
 
-    A run is a start, and of the starts that it goes on from the epochs before its own first one. So an epoch
+    A run is a start, and of the starts that it resumes from the epochs before its own first one. So an epoch
     that was made again counts once, as the later start made it.
 
     Other starts are left out, as a later one has taken their place:
-    - If a start was stopped or killed, the later one goes on from it, or from a start before it.
-    - If it came to its end, the later one goes on after its last epoch, as with more --epochs.
+    - If a start was stopped or killed, the later one resumes from it, or from a start before it.
+    - If it came to its end, the later one continues after its last epoch, as with more --epochs.
 
-    So if a start came to its end, and another goes on from one of its earlier checkpoints, these are two
+    So if a start came to its end, and another resumes from one of its earlier checkpoints, these are two
     runs, which share their first epochs.
 
     Args:
@@ -438,19 +438,19 @@ def join(starts: dict[str, list[Row]]) -> dict[str, list[Row]]:
 
 
 def _rows_of_run(run_id: str, starts: dict[str, list[Row]], earlier_starts: list[str]) -> list[Row]:
-    """Return the rows of a start, after those of the starts that it went on from."""
+    """Return the rows of a start, after those of the starts that it resumed from."""
     rows = starts[run_id]
     for name in earlier_starts:
         if name in starts:
             first_epoch = rows[0]["epoch"]
-            # A run that has ended, and went on after all, has not ended there.
+            # A run that has ended, and was resumed after all, has not ended there.
             went_on = [row | {"ended": ""} for row in _before(first_epoch, starts[name])]
             rows = went_on + rows
     return rows
 
 
 def _earlier_starts(run_id: str, starts: dict[str, list[Row]]) -> list[str]:
-    """List the starts that this one went on from, the latest first; the records of some may be missing."""
+    """List the starts that this one resumed from, the latest first; the records of some may be missing."""
     earlier: list[str] = []
     recorded: str | None = run_id
     while recorded:
@@ -464,11 +464,11 @@ def _earlier_starts(run_id: str, starts: dict[str, list[Row]]) -> list[str]:
 def _is_superseded(run_id: str, starts: dict[str, list[Row]], earlier_starts: dict[str, list[str]]) -> bool:
     """Return whether another start takes the place of this one, as `join` says.
 
-    `earlier_starts`: of each start those that it went on from, the latest first.
+    `earlier_starts`: of each start those that it resumed from, the latest first.
     """
     last_row = starts[run_id][-1]
     of_this_run = {run_id, *earlier_starts[run_id]}
-    # A start is never superseded by one that it went on from, whatever the clocks of their nodes say.
+    # A start is never superseded by one that it resumed from, whatever the clocks of their nodes say.
     for other in starts.keys() - of_this_run:
         first_row = starts[other][0]
         if last_row["ended"]:

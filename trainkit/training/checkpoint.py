@@ -60,7 +60,7 @@ IF_NOT_WRITTEN = "free the space or give another folder. Earlier checkpoints and
 class Checkpoint:
     """The content of one file. All of it is tensors, numbers, texts, and lists or dictionaries of them."""
 
-    epoch: int  # the epoch to go on with, counted from 1
+    epoch: int  # the epoch to resume with, counted from 1
     step: int  # the steps of it that are done
     # The state_dict of each part by its name, but of those that are split over the ranks. Networks are
     # without wrappers.
@@ -117,7 +117,8 @@ class Checkpointer:
         settings: what else makes another training, by name, such as {"batch size": 64}: a checkpoint that was
             made with others is refused. The kinds of network, optimizer and lr_scheduler are compared anyway,
             and the number of ranks.
-        any_world_size: go on with another number of ranks, too. Each then begins with new random numbers.
+        any_world_size: resume with any number of ranks. With a different number, each rank begins with new
+            random numbers.
         per_rank_state: what differs by rank, by name, as `parts`: each rank gets its own back, and so does
             the state of its random numbers (Python, NumPy, PyTorch, its GPU).
 
@@ -168,7 +169,7 @@ class Checkpointer:
             raise UserError(f"not all ranks see {self.folder}: give a folder that they share.")
 
     def resume(self) -> Progress:
-        """Go on from the newest checkpoint, and return where it was made; `Progress(1, 0)` if there is none.
+        """Resume from the newest checkpoint, and return where it was made; `Progress(1, 0)` if there is none.
 
         Raises:
             UserError: if there are checkpoints and none can be read, or the newest is of another training.
@@ -253,11 +254,11 @@ class Checkpointer:
         """Return whether `every_minutes` are over since the last one; False on all ranks but 0."""
         return process_group.is_rank_0() and time.monotonic() - self._saved_at > 60 * self._every_minutes
 
-    def report_stop(self, goes_on: str = "the next start") -> str:
+    def report_stop(self, resumes: str = "the next start") -> str:
         """Wait until the last checkpoint is written, then say that the training has stopped.
 
         Args:
-            goes_on: what goes on from there.
+            resumes: what resumes from there.
 
         Returns:
             What was said.
@@ -266,7 +267,7 @@ class Checkpointer:
             UserError: if it cannot be written, or the note for slurm/job_env.sh cannot.
         """
         self._wait()
-        text = f"stopped after {self._where()} by a signal; {goes_on} goes on from {self.folder}"
+        text = f"stopped after {self._where()} by a signal; {resumes} resumes from {self.folder}"
         process_group.on_rank_0(lambda: _note_stop(text, self.folder))
         self._is_stopped = True
         return text
@@ -583,5 +584,5 @@ def _note_stop(text: str, folder: Path) -> None:
     """
     print_line(text)
     problem = f"{text}, but not by itself, as {job_folder.here()} cannot be written to"
-    with explained(problem, f"submit it again, to go on from {folder.absolute()}."):
+    with explained(problem, f"submit it again, to resume from {folder.absolute()}."):
         job_folder.note_stop(folder)

@@ -193,7 +193,7 @@ class Recorder:
         return self._record.state_dict() | {"epoch": self._epoch - 1} if self._record else {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from an earlier start, on every rank from rank 0's `state_dict`, in a record of its own.
+        """Resume from an earlier start, on every rank from rank 0's `state_dict`, in a record of its own.
 
         Raises:
             ValueError: on rank 0, if it is not such a state, or of another training.

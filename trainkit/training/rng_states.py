@@ -1,4 +1,4 @@
-"""Where the random numbers of a process go on: those of Python, NumPy, PyTorch, and its GPUs."""
+"""Where the random numbers of a process continue: those of Python, NumPy, PyTorch, and its GPUs."""
 
 import random
 

@@ -282,7 +282,7 @@ class Run:
     # --- the loop -----------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """With `--resume auto`, go on from the newest checkpoint in `--checkpoint-dir`, if there is one.
+        """With `--resume auto`, resume from the newest checkpoint in `--checkpoint-dir`, if there is one.
 
         It is loaded into the network, the optimizer, the lr_scheduler and what else the run was given. Call
         it once, before `epochs`.
@@ -301,7 +301,7 @@ class Run:
         if self.options.resume == "never" and self._checkpointer.has_any():
             raise UserError(
                 f"{self.options.checkpoint_dir} holds the checkpoints of an earlier run: add --resume auto "
-                "to go on with it, or give another --checkpoint-dir."
+                "to resume it, or give a different --checkpoint-dir."
             )
 
     def epochs(self) -> Iterator[int]:
@@ -416,7 +416,7 @@ class Run:
             self._checkpointer.save(epoch, partial_epoch.steps if partial_epoch else 0)
 
     def _stop(self) -> NoReturn:
-        """End the training on all ranks after a checkpoint, so that a later start goes on from it."""
+        """End the training on all ranks after a checkpoint, so that a later start resumes from it."""
         text = self._checkpointer.report_stop("--resume auto")
         # After rank 0 has saved: a rank that left earlier would end the whole job step.
         process_group.destroy_distributed()

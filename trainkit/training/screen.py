@@ -74,6 +74,6 @@ def print_end(record: RecordWriter, epochs: int, ended: str = "") -> None:
             print_line(f"peak memory of each device, MB: {', '.join(peaks)}")
         print_line(f"results: {record.path}")
     elif record.facts["resumed_from"]:
-        print_line(f"results: none of this start, which went on from {record.facts['resumed_from']}")
+        print_line(f"results: none of this start, which resumed from {record.facts['resumed_from']}")
     else:
         print_line("results: none, without an epoch")

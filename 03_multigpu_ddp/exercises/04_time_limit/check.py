@@ -28,7 +28,7 @@ second before it ends. One that was killed with `kill -9` prints nothing.
 
 ## 2
 
-`resumed from ...: epoch 1, 100 of 937 steps done` means that it goes on with step 101 of epoch 1. If there is
+`resumed from ...: epoch 1, 100 of 937 steps done` means that it resumes with step 101 of epoch 1. If there is
 no such line, no checkpoint had been saved: let it run longer, and kill it again.
 
 ## 3

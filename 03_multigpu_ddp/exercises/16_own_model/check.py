@@ -116,7 +116,7 @@ def check(workspace: Workspace) -> str:
     return (
         f"{changed} lines are new (you predicted {predicted:g}), and two ranks train as one: the train loss "
         f"of epoch 2 is {alone[1]['train_loss']:.4f} with one rank and {both[1]['train_loss']:.4f} with two, "
-        f"which went on from a checkpoint; {both[1]['test_accuracy']:.1f} % of the test waves are classified "
+        f"which resumed from a checkpoint; {both[1]['test_accuracy']:.1f} % of the test waves are classified "
         "correctly. To run it as a job, copy both files into this stage's folder, and `sbatch "
         "slurm_submit.sh my_training.py --epochs 5`."
     )
@@ -130,7 +130,7 @@ class Trained(NamedTuple):
 
 
 def train(program: ModuleType, size: int, folder: Path, epochs: int) -> Trained:
-    """Train for so many epochs in `size` ranks; go on if there is a checkpoint in `folder`."""
+    """Train for so many epochs in `size` ranks; resume if there is a checkpoint in `folder`."""
     from trainkit.data.loaders import DistributedBatchSampler, ResidentBatches
     from trainkit.workshop.ranks import in_ranks
 
@@ -158,9 +158,7 @@ def train(program: ModuleType, size: int, folder: Path, epochs: int) -> Trained:
     samples_of_ranks = in_ranks(rank, size, group=False)
     runs = list(records.read_runs(folder.glob("runs/*.csv")).values())
     if len(runs) != 1:
-        raise Wrong(
-            f"The training left {len(runs)} runs. It should leave one, and go on with it after a stop."
-        )
+        raise Wrong(f"The training left {len(runs)} runs. It should leave one, and resume it after a stop.")
     return Trained(runs[0], samples_of_ranks)
 
 

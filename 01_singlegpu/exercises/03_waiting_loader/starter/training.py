@@ -51,7 +51,7 @@ def main() -> None:
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     run = Run("single", opts, dist_env, train_set, model, optimizer, lr_scheduler)
-    run.resume()  # goes on where an earlier run stopped
+    run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         model.train()
         for images, labels in run.steps(epoch, train_batches):

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> list[tuple[float, float]]:
     best = 0.0
     results = []
     last = options.folder / "last.pt"
-    if last.exists():  # go on where an earlier run ended
+    if last.exists():  # resume where an earlier run ended
         state = torch.load(last, map_location=device)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
