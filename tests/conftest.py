@@ -187,7 +187,7 @@ def code_of(stage: str | Path) -> dict[str, str]:
 
 
 def start_stage(stage: str | Path, *arguments: object, env: dict | None = None) -> subprocess.Popen:
-    """A stage on the CPU that goes on by itself; all that it says comes through its stdout."""
+    """A stage on the CPU that resumes by itself; all that it says comes through its stdout."""
     command = stage_command(stage, *arguments, "--no-cuda")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=ENVIRONMENT | code_of(stage) | (env or {}), **pipes)
@@ -228,7 +228,7 @@ def weights_of(results_dir: Path) -> dict[str, "torch.Tensor"]:
 def assert_same_end(folder: Path, other: Path, loss: float = 1e-5, weight: float = 1e-5) -> None:
     """But for rounding, by this part of a loss, and so much of a weight. It came to less than a tenth.
 
-    A training that goes on may have only its last epochs in `folder`.
+    A training that resumes may have only its last epochs in `folder`.
     """
     rows = {row["epoch"]: row for row in rows_of(folder)}
     expected = {row["epoch"]: row for row in rows_of(other)}
@@ -240,7 +240,7 @@ def assert_same_end(folder: Path, other: Path, loss: float = 1e-5, weight: float
 
 
 def places(folder: Path) -> tuple:
-    """The options of a run that goes on, with its results and its checkpoints in `folder`."""
+    """The options of a run that resumes, with its results and its checkpoints in `folder`."""
     return ("--results-dir", folder, "--checkpoint-dir", folder / "checkpoints", "--resume", "auto")
 
 

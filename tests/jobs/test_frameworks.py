@@ -71,7 +71,7 @@ def run(forks: Forking, script: Path, job_folder: Path) -> str:
     return succeeded(forks.run(script, env=ENVIRONMENT | own, ranks=2)).stdout
 
 
-def test_each_goes_on_exactly_where_it_was_stopped(on_cluster: Checkout, tmp_path: Path) -> None:
+def test_each_resumes_exactly_where_it_was_stopped(on_cluster: Checkout, tmp_path: Path) -> None:
     """By a preemption, as a job on two nodes, and before its time limit, there in the case of Lightning."""
     folder = on_cluster.folder / FOLDER.relative_to(BEYOND.parents[1])
     scripts = {name: folder / f"{name}.py" for name in CHECKPOINTS}

@@ -539,7 +539,7 @@ def test_a_sweep_runs_it_on_each_number_of_gpus(checkout: Checkout) -> None:
     assert f"--batch-size has no place in the arguments of {script}" in done.stderr
 
 
-def test_a_sweep_goes_on_in_its_own_folder_whatever_the_script_is_given(
+def test_a_sweep_resumes_in_its_own_folder_whatever_the_script_is_given(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--plain", "train.py", "--out", "theirs"])

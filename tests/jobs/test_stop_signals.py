@@ -1,4 +1,4 @@
-"""USR2 and SIGTERM at any moment of a job: it saves, and goes on later, or it ends with nothing lost."""
+"""USR2 and SIGTERM at any moment of a job: it saves, and resumes later, or it ends with nothing lost."""
 
 import re
 from pathlib import Path

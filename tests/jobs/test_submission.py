@@ -322,7 +322,7 @@ exit 1"""
 
 
 def test_a_job_that_sbatch_did_not_name_is_found(on_cluster: Checkout) -> None:
-    """Also those of a sweep, as an array, which goes on."""
+    """Also those of a sweep, as an array, which resumes."""
     on_cluster.pretend()
     on_cluster.fake("sbatch", TIMED_OUT)
     done = succeeded(on_cluster.submit_py("single", "--wait", "--no-cuda"))

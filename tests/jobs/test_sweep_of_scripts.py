@@ -68,7 +68,7 @@ def test_an_option_of_a_script_is_varied_and_the_table_tells_how_its_runs_ended(
         "train-1gpu-batch8-lr9-r1": ("failed", "1", "lr is too large"),
     }
     assert all(float(row["seconds"]) > 0 and row["batch"] == "8" for row in by_run.values())
-    # It goes on: other values add runs, and what has finished is not run again.
+    # It resumes: other values add runs, and what has finished is not run again.
     assert "2 runs, 1 of them finished" in swept("0.4,0.8")
     assert {row["lr"] for row in rows(sweep).values()} == {"0.4", "8", "9", "0.8"}
     logs = [log.read_text() for log in sweep.glob("*/job/*_0_log.out")]
@@ -169,7 +169,7 @@ os._exit(3 if lr == "3" else 0)
 
 
 def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_cluster: Checkout) -> None:
-    """The sweep is killed meanwhile, and goes on with the jobs that it finds."""
+    """The sweep is killed meanwhile, and resumes with the jobs that it finds."""
     script, sweep = write(on_cluster), on_cluster.folder / "a sweep"
     script.write_text(STOPPED)
     own = ("--out", sweep, "--max-jobs", 2, "--gpus", 1, "--vary", "lr=1,2,3")
@@ -193,7 +193,7 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
         "3": ("failed", "3", "lr 3 restart 0"),
     }, done.stdout
     # It is the job that had been sent, and the list of jobs has each of them by the name that scancel takes:
-    # one has the number of the array for its own. If the third had failed before the sweep went on, it was
+    # one has the number of the array for its own. If the third had failed before the sweep resumed, it was
     # sent once more, by itself, and stands further down.
     assert log.readlink().name == f"{job}_0_log.out"
     listed = on_cluster.python("slurm/jobs.py").stdout.splitlines()

@@ -1,7 +1,7 @@
 """What goes wrong in a training, and when: for code that `Checkout.plant` puts at the beginning of main().
 
 The moments are those of every training with PyTorch and a `Run`, whatever the lines of its script are called.
-Steps and epochs are counted from 1 in each process, so a training that has gone on begins with 1 again.
+Steps and epochs are counted from 1 in each process, so a training that has resumed begins with 1 again.
 """
 
 import os

@@ -117,7 +117,7 @@ def folder(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
             train(f"{name}-{ranks}", ranks, *command)
     for name in RESUMED:
         checkpoints = ("--checkpoint-dir", results / f"{name}-checkpoints", "--resume", "auto")
-        for epochs in (1, 2):  # the second goes on where the first one ended
+        for epochs in (1, 2):  # the second resumes where the first one ended
             train(f"{name}-resumed", 2, *TRAININGS[name][1:], *checkpoints, "--epochs", epochs)
     return results
 

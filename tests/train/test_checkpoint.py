@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or moved goes on as if nothing had happened."""
+"""A run that is stopped, killed or moved resumes as if nothing had happened."""
 
 import copy
 import os
@@ -68,7 +68,7 @@ def slowly(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def finish(script: Script) -> Finish:
-    """Has stage 01 go on until the end; returns all that it printed."""
+    """Has stage 01 resume until the end; returns all that it printed."""
 
     def run(folder: Path, *arguments: object) -> str:
         done = script("single", *options(folder), *arguments)

@@ -118,10 +118,10 @@ def test_a_run_that_was_stopped_ends_as_one_in_one_go(
 ) -> None:
     """After its first step with two ranks; the weights that were best are those of the end here."""
     checkpoints = tmp_path / "checkpoints"
-    goes_on = ("--checkpoint-dir", checkpoints, "--resume", "auto")
-    told = train(tmp_path, *goes_on, ranks=2, path=path, around=(*STOPS, 1))
+    resuming = ("--checkpoint-dir", checkpoints, "--resume", "auto")
+    told = train(tmp_path, *resuming, ranks=2, path=path, around=(*STOPS, 1))
     assert "stopped after step 1 of epoch 1" in told
-    told = train(tmp_path, *goes_on, ranks=ranks, path=path)
+    told = train(tmp_path, *resuming, ranks=ranks, path=path)
     assert f"resumed from {checkpoints / 'epoch-1-step-1'}" in told
     assert_same_end(tmp_path, whole, **ROUNDING)
     best = torch.load(checkpoints / "best.pt", weights_only=True)
@@ -129,7 +129,7 @@ def test_a_run_that_was_stopped_ends_as_one_in_one_go(
 
 
 def test_the_best_weights_stay_when_the_loss_rises_again(train: Train, tmp_path: Path) -> None:
-    """With a learning rate that wrecks what was learned; a run that goes on knows how good the best were."""
+    """With a learning rate that wrecks what was learned; a run that resumes knows how good the best were."""
     checkpoints = tmp_path / "checkpoints"
     wrecking = ("--checkpoint-dir", checkpoints, "--epochs", 4, "--lr", 3, "--lr-warmup-images", 470)
     train(tmp_path, *wrecking, ranks=1)
@@ -274,7 +274,7 @@ def test_the_memory_that_the_page_counts_was_measured() -> None:
 
 
 @pytest.mark.full
-def test_the_ladder_goes_on_after_a_section_that_fails(
+def test_the_ladder_continues_after_a_section_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """tf32 needs a GPU. The network is smaller than the ladder's, to be quick."""

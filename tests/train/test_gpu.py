@@ -94,7 +94,7 @@ def test_every_precision_and_recipe_learns(precision: str, recipe: str, goal: fl
 
 
 @pytest.mark.parametrize("stage", ["single", CAPTURED], ids=["single", "captured"])
-def test_a_signal_stops_a_run_and_it_goes_on(stage: str | Path, tmp_path: Path) -> None:
+def test_a_signal_stops_a_run_and_it_resumes(stage: str | Path, tmp_path: Path) -> None:
     """Long epochs, as a GPU needs no time for one pass; the second process stops in another one."""
     folders = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto", "--results-dir", tmp_path)
     options = (*folders, "--train-size", 50_000_000, "--batch-size", 1000, "--epochs", 1)

@@ -159,7 +159,7 @@ torch.save({"optimizer": optimizer.state_dict(), "record": seen.state_dict()}, "
 """
 
 
-def test_an_optimizer_that_is_loaded_before_the_recorder_goes_on(forking: Forking, tmp_path: Path) -> None:
+def test_an_optimizer_that_is_loaded_before_the_recorder_resumes(forking: Forking, tmp_path: Path) -> None:
     (tmp_path / "toy.py").write_text(RESUMED)
     env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
     for word in ("first", "again"):

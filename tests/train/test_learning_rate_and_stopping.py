@@ -67,10 +67,10 @@ def test_the_rules_scale_the_learning_rate_of_batch_64(recipe: str, rule: str, l
     assert max(used) == pytest.approx(lr)
 
 
-def test_the_rate_is_printed_and_recorded_and_a_warm_up_goes_on_after_a_resume(
+def test_the_rate_is_printed_and_recorded_and_a_warm_up_continues_after_a_resume(
     script: Script, tmp_path: Path
 ) -> None:
-    """The first process ends within the warm-up, which the second one goes on with."""
+    """The first process ends within the warm-up, which the second one continues."""
     rule = ("--recipe", "sgd", "--lr", 0.02, "--lr-scale", "linear", "--batch-size", 128)
     rows = {}
     for name, *limits in (("resumed", ("--stop-at", 1), ()), ("in one go", ())):

@@ -171,7 +171,7 @@ def test_the_seed_decides_on_the_weights(script: Script, tmp_path: Path) -> None
     assert not torch.equal(weights["single", 7], weights["single", 8])
 
 
-def test_the_clock_of_a_run_goes_on_and_every_process_warms_up(script: Script, tmp_path: Path) -> None:
+def test_the_clock_of_a_run_continues_and_every_process_warms_up(script: Script, tmp_path: Path) -> None:
     assert script("single", *SMALL, *places(tmp_path), "--epochs", 1).returncode == 0
     (path,) = (tmp_path / "checkpoints").glob("*.pt")
     state = torch.load(path, weights_only=True)

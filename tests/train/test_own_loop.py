@@ -158,7 +158,7 @@ def own(forking: Forking, tmp_path: Path) -> Own:
 
 
 @pytest.mark.full
-def test_the_script_of_the_page_goes_on_with_the_losses_of_one_never_stopped(
+def test_the_script_of_the_page_resumes_with_the_losses_of_one_never_stopped(
     forking: Forking, few_images: Path, tmp_path: Path
 ) -> None:
     script = (BY_FEATURE / "own_loop.py", "--batch-size", 50, "--data-dir", few_images)
@@ -214,7 +214,7 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(own:
 
 
 @SPLIT
-def test_the_training_goes_on_while_the_shares_are_written(own: Own, tmp_path: Path) -> None:
+def test_the_training_continues_while_the_shards_are_written(own: Own, tmp_path: Path) -> None:
     """The last rank's file of the checkpoint of step 9 is not written before step 11 is done."""
     succeeded(own("again", "split", "slow disk", 8))
     kept = sorted(path.name for path in (tmp_path / "again" / "checkpoints").glob("*epoch*"))

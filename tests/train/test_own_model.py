@@ -98,7 +98,7 @@ def main():
 
 main()
 """
-# 16 MB of weights and 32 of the optimizer, which two ranks go on with.
+# 16 MB of weights and 32 of the optimizer, with which two ranks resume.
 LARGE = """
 import re, torch
 from pathlib import Path
@@ -310,7 +310,7 @@ def test_ranks_that_note_other_numbers_are_told(script: Script, tmp_path: Path) 
 
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="an older PyTorch cannot tell what it would not load")
 def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Script, tmp_path: Path) -> None:
-    """A checkpoint refuses it, as it could not go on from it; what was trained is not lost for that."""
+    """A checkpoint refuses it, as it could not resume from it; what was trained is not lost for that."""
     own, extra = (
         tmp_path / "own.py",
         "get_extra_state = lambda self: Extra(); set_extra_state = lambda self, _: None",
@@ -356,7 +356,7 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
     assert told["stopped"] == told["whole"]
 
 
-def test_another_optimizer_or_schedule_does_not_go_on_and_a_mode_of_one_does(
+def test_another_optimizer_or_schedule_does_not_resume_and_a_mode_of_one_does(
     script: Script, tmp_path: Path
 ) -> None:
     """The mode is True within an epoch, and False when the optimizer is made."""
@@ -424,7 +424,7 @@ class Noise:
         return torch.rand(1)
 
 
-def test_going_on_takes_little_more_memory_than_what_was_saved(script: Script, tmp_path: Path) -> None:
+def test_resuming_takes_little_more_memory_than_what_was_saved(script: Script, tmp_path: Path) -> None:
     """On each rank: 48 MB, of which 32 are then the optimizer's."""
     (own := tmp_path / "own.py").write_text(LARGE)
     told = ""

@@ -39,7 +39,7 @@ seen = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
 tests = {"test_samples": (1, 3)[one], "test_loss": (4, 0)[one], "accuracy": (100, 0)[one]}
 seen.epoch((30, 10)[one], (1, 3)[one], (1.0, 5.0)[one], **tests, perplexity=(2, 6)[one])
 seen.epoch(*sys.argv[1:])"""
-# Each rank is given a folder for checkpoints, from which they go on.
+# Each rank is given a folder for checkpoints, from which they resume.
 KEPT = """\
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -82,7 +82,7 @@ WITH_RANKS = [(PLAIN, None), pytest.param(PLAIN_DDP, 1, marks=pytest.mark.full),
 
 
 @pytest.mark.parametrize(("program", "ranks"), WITH_RANKS)
-def test_a_script_that_is_killed_and_one_that_is_stopped_go_on(
+def test_a_script_that_is_killed_and_one_that_is_stopped_resume(
     program: Path, ranks: int | None, forking: Forking, few_images: Path, tmp_path: Path
 ) -> None:
     """With the losses and the weights of a training that was never stopped."""
@@ -191,7 +191,7 @@ WAITS = """\
 
 
 def test_a_job_with_nothing_of_the_kit(few_images: Path, cluster: RunningCluster, tmp_path: Path) -> None:
-    """It stops before the time limit, comes back, and goes on."""
+    """It stops before the time limit, comes back, and resumes."""
     place = Checkout(tmp_path / "a checkout", cluster)
     folder = place.folder / "03_multigpu_ddp"
     script = folder / "plain_ddp.py"
@@ -219,7 +219,7 @@ def test_a_job_with_nothing_of_the_kit(few_images: Path, cluster: RunningCluster
     assert len(re.findall(rf"^epoch 1: .* of {TESTED} right", told, re.MULTILINE)) == 1, told
 
 
-def test_its_own_loop_is_recorded_stops_and_goes_on_and_is_compared(
+def test_its_own_loop_is_recorded_stops_and_resumes_and_is_compared(
     forking: Forking, few_images: Path, tmp_path: Path
 ) -> None:
     """Stopped within an epoch, it has the losses of one never stopped, and the seconds of both starts."""
@@ -283,14 +283,14 @@ def kept(forking: Forking, tmp_path: Path) -> Callable[..., subprocess.Completed
     return lambda word="": forking.run(*given, word, ranks=2, env=env)
 
 
-def test_a_recorder_goes_on_from_the_file_of_rank_0(kept: Callable, tmp_path: Path) -> None:
+def test_a_recorder_resumes_from_the_file_of_rank_0(kept: Callable, tmp_path: Path) -> None:
     """Another node may not see it yet, or have one of that name on a disk of its own."""
     for epoch in (1, 2):
         assert succeeded(kept()).stdout.count(f"trained epoch {epoch}\n") == 2
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
 
 
-def test_a_recorder_goes_on_with_its_own_training_only(kept: Callable) -> None:
+def test_a_recorder_resumes_with_its_own_training_only(kept: Callable) -> None:
     succeeded(kept())
     told = kept("other lr")
     assert told.returncode == 1

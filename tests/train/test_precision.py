@@ -79,7 +79,7 @@ def test_the_tool_times_what_the_device_has(script: Callable) -> None:
 
 
 @pytest.mark.full
-def test_a_run_goes_on_with_tf32_or_says_that_it_cannot(script: Callable, tmp_path: Path) -> None:
+def test_a_run_resumes_with_tf32_or_says_that_it_cannot(script: Callable, tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "a checkout")
     plain = checkout.script("single").read_text()
     checkout.plant(

@@ -1,4 +1,4 @@
-"""A network that is split over the ranks, by fsdp.py or by pipeline.py, trains and goes on as a whole one."""
+"""A network that is split over the ranks, by fsdp.py or by pipeline.py, trains and resumes as a whole one."""
 
 import re
 import runpy
@@ -196,7 +196,7 @@ def held(ranks: int, share: int, of_optimizer: int) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_other_ranks_go_on_from_the_newest_checkpoint_that_is_whole(
+def test_other_ranks_resume_from_the_newest_checkpoint_that_is_whole(
     ranks: int, by_two: Path, train: Train, tmp_path: Path
 ) -> None:
     """From one in the middle of the second epoch, as the newest is damaged."""
@@ -216,13 +216,13 @@ def test_other_ranks_go_on_from_the_newest_checkpoint_that_is_whole(
     assert checkpoints_in(tmp_path) == [whole, damaged, aside]  # that was written anew
 
 
-def test_one_that_is_split_goes_on_split_only(by_two: Path, script: Script, tmp_path: Path) -> None:
+def test_one_that_is_split_resumes_split_only(by_two: Path, script: Script, tmp_path: Path) -> None:
     shutil.copytree(by_two / "checkpoints", tmp_path / "checkpoints")
     told = failed(script(FSDP, *SMALL, *places(tmp_path), "--how", "ddp"))
     assert "is split over ranks" in told
 
 
-def test_a_pipeline_trains_as_one_process_and_goes_on_with_another_number(
+def test_a_pipeline_trains_as_one_process_and_resumes_with_another_number(
     train: Train, tmp_path: Path
 ) -> None:
     one, two, four = (tmp_path / f"{ranks}" for ranks in (1, 2, 4))
@@ -267,7 +267,7 @@ def test_a_share_of_a_network_is_never_saved_as_all_of_it(
 
 @pytest.mark.parametrize("split", ["fully_shard", "parallelize_module"])
 def test_what_is_given_as_sharded_is_saved_whole(split: str, script: Script, tmp_path: Path) -> None:
-    """And goes on where it was, as one process that has all of it would."""
+    """And resumes where it was, as one process that has all of it would."""
     (own := tmp_path / "own.py").write_text(BY_RUN)
     one, two = tmp_path / "one", tmp_path / "two"
     for folder, ranks, how, epochs in ((one, 1, "", 2), (two, 2, split, 1), (two, 2, split, 2)):
@@ -295,7 +295,7 @@ def test_a_checkpointer_never_saves_a_share_as_all(by_recorder: Path, script: Sc
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_recorder_goes_on_beside_a_split_network(by_recorder: Path, script: Script, tmp_path: Path) -> None:
+def test_a_recorder_resumes_beside_a_split_network(by_recorder: Path, script: Script, tmp_path: Path) -> None:
     for epochs in "12":
         succeeded(script(by_recorder, "Sharded", ranks=2, env={"EPOCHS": epochs}))
     before, after = rows_of(tmp_path)
@@ -317,7 +317,7 @@ from trainkit.training.sharded import Sharded
 def resident(which):
     return int(re.search(rf"{which}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
-def go_on(folder, width):
+def resume(folder, width):
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(32)])
     for layer in (*model, model):
@@ -336,16 +336,16 @@ def go_on(folder, width):
 
 dist.init_process_group("gloo")
 for _ in range(2):
-    go_on("small", 16)
+    resume("small", 16)
 before = resident("VmRSS")
-share = go_on("large", 724)
+share = resume("large", 724)
 print("shares at the peak:", (resident("VmHWM") - before) / share)
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.full
-def test_a_rank_that_goes_on_needs_little_more_memory_than_its_own_share(
+def test_a_rank_that_resumes_needs_little_more_memory_than_its_own_shard(
     forking: Forking, tmp_path: Path
 ) -> None:
     """With Adam 100 MB on each of two ranks."""

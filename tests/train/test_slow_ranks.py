@@ -169,7 +169,7 @@ def test_who_is_slow(own_seconds: list[tuple[float, ...]], found: str) -> None:
     assert told == (f"{found} of the others for its own part of a step" if found else "")
 
 
-def test_it_goes_on_with_the_run(tmp_path: Path, script: Script) -> None:
+def test_it_resumes_with_the_run(tmp_path: Path, script: Script) -> None:
     for epochs in (1, 2):
         succeeded(script("single", *SMALL, *places(tmp_path), "--epochs", epochs))
     table = of_ranks(tmp_path)

@@ -69,7 +69,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: S
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK], ids=["Lustre", "NFS"])
-def test_on_a_disk_without_locks_a_killed_run_goes_on_on_another_host(
+def test_on_a_disk_without_locks_a_killed_run_resumes_on_another_host(
     code: int, tmp_path: Path, script: Script
 ) -> None:
     """Nothing that the first one leaves refuses the second, whatever that is called."""

@@ -125,7 +125,7 @@ def test_metrics_do_not_depend_on_the_ranks(trained: dict[str, Trained]) -> None
     assert sum(counted) == 1000
 
 
-def test_a_run_that_goes_on_keeps_the_metrics_of_before(
+def test_a_run_that_resumes_keeps_the_metrics_of_before(
     trained: dict[str, Trained], script: Script, tmp_path: Path
 ) -> None:
     """With rows from the processes of a loader, too."""

@@ -59,7 +59,7 @@ def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
     assert notes_so_far(tmp_path) == []
 
 
-def test_a_sampler_that_is_killed_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_a_monitor_that_is_killed_continues_in_the_same_file(tmp_path: Path) -> None:
     """And notes nothing twice, such as that the GPU is not there."""
     environment = {"CUDA_VISIBLE_DEVICES": "0"} | with_nvidia_smi(tmp_path)
     with start_sampler(tmp_path, **environment) as sampler:

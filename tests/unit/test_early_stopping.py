@@ -24,7 +24,7 @@ def test_it_ends_at_an_accuracy_and_not_after_the_last_epoch() -> None:
     assert not early_stopping.reason
 
 
-def test_it_goes_on_where_it_was() -> None:
+def test_it_resumes_where_it_was() -> None:
     before, after = (EarlyStopping(epochs=5, patience=2) for _ in range(2))
     for epoch in (1, 2, 3):
         before.note(epoch, LOSSES[epoch - 1])

@@ -19,7 +19,7 @@ RECORDED = Path(__file__).parent / "scontrol"
 RELEASES = ("22.05", "24.11", "26.05")
 KILLED = "srun: error: n1: task 1: Killed"
 NODE_FAILED = "srun: error: Node failure on n2"
-GOES_ON = "--checkpoint-dir"
+RESUMES = "--checkpoint-dir"
 
 
 @pytest.fixture(params=RELEASES)
@@ -107,10 +107,10 @@ def test_where_the_checkpoints_are_of_a_job_that_does_not_come_back(
     (saved / ".lock").touch()
     assert str(saved) not in "".join(end(tmp_path, how, ending, (KILLED,)).said)
     (saved / "epoch-1-step-2.pt").touch()
-    assert f"{GOES_ON} {saved}" in end(tmp_path, how, ending, (KILLED,)).said[-1]
+    assert f"{RESUMES} {saved}" in end(tmp_path, how, ending, (KILLED,)).said[-1]
     (tmp_path / job_folder.PLAIN).touch()
     last = end(tmp_path, how, ending, (KILLED,)).said[-1]
-    assert f"{saved} (Checkpointer: folder=" in last and GOES_ON not in last
+    assert f"{saved} (Checkpointer: folder=" in last and RESUMES not in last
     assert f"scontrol requeue {tmp_path.name} " in last
     # By its number Slurm would mean the whole array.
     job_folder.keep_script(tmp_path, job_folder.Script("train.py", [], array_element="17_2"))
@@ -140,14 +140,14 @@ def test_a_plain_script_left_with_a_code(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("situation", ["time_limit", "scancel"])
 def test_ended_from_outside(release: str, situation: str, tmp_path: Path) -> None:
-    """What the ranks died of is no reason then. One that has saved says how to go on."""
+    """What the ranks died of is no reason then. One that has saved says how to resume."""
     ending = Ending(143, from_outside=True)
     outcome = end(tmp_path, facts(release, situation), ending, (KILLED,))
     assert (outcome.exit_code, outcome.why, outcome.failed_rank) == (143, [], None)
-    assert "from outside" in outcome.said[0] and GOES_ON not in "".join(outcome.said)
+    assert "from outside" in outcome.said[0] and RESUMES not in "".join(outcome.said)
     (tmp_path / "stopped").write_text("/somewhere\n")
     outcome = end(tmp_path, facts(release, situation), ending)
-    assert f"{GOES_ON} /somewhere" in outcome.said[-1] and outcome.saved == "/somewhere"
+    assert f"{RESUMES} /somewhere" in outcome.said[-1] and outcome.saved == "/somewhere"
 
 
 def test_back_in_the_queue(release: str, tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_slurm_refuses_the_way_back(release: str, tmp_path: Path) -> None:
     assert "presently disabled" in outcome.why[0]
     assert outcome.said == [f"error: {outcome.why[0]}"]
     assert outcome.saved == str(tmp_path / "checkpoints")
-    assert f"{GOES_ON} {outcome.saved}" in outcome.why[0]
+    assert f"{RESUMES} {outcome.saved}" in outcome.why[0]
     (tmp_path / "plain").touch()  # its script may have other options
-    assert GOES_ON not in end(tmp_path, facts(release, "ended_well"), ending).why[0]
+    assert RESUMES not in end(tmp_path, facts(release, "ended_well"), ending).why[0]
 
 
 def test_it_has_come_back_too_often(release: str, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_it_has_come_back_too_often(release: str, tmp_path: Path) -> None:
     (tmp_path / "stopped").write_text("/somewhere\n")
     outcome = end(tmp_path, facts(release, "requeued"), Ending(0, restart=3, most_restarts=3))
     assert outcome.exit_code == 1 and not outcome.requeued
-    assert "SITE_MOST_RESTARTS" in outcome.why[0] and f"{GOES_ON} /somewhere" in outcome.why[0]
+    assert "SITE_MOST_RESTARTS" in outcome.why[0] and f"{RESUMES} /somewhere" in outcome.why[0]
     late = Ending(1, seconds=of_a_job.SOON_SECONDS, restart=3, most_restarts=3)
     outcome = end(tmp_path, facts(release, "rank_failed"), late, (KILLED,))
     assert outcome.why[0].startswith("rank 1") and "SITE_MOST_RESTARTS" in outcome.said[-1]
@@ -248,7 +248,7 @@ def test_the_job_script_itself_has_failed(release: str, tmp_path: Path) -> None:
     assert (outcome.why, outcome.said, outcome.failed_rank) == ([failed.failure], [], None)
     (tmp_path / "stopped").write_text("/somewhere\n")
     outcome = end(tmp_path, facts(release, "requeued"), failed)
-    assert outcome.why == [failed.failure] and f"{GOES_ON} /somewhere" in outcome.said[0]
+    assert outcome.why == [failed.failure] and f"{RESUMES} /somewhere" in outcome.said[0]
     without_a_word = end(tmp_path, facts(release, "requeued"), replace(failed, failure=""))
     assert not without_a_word.why
 

@@ -120,7 +120,7 @@ def logged(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("read", "metric"),
     [(of_tensorboard, "recall@5/epoch"), (of_wandb, "recall@5/epoch"), (of_mlflow, "recall_5/epoch")],
 )
-def test_a_training_that_goes_on_is_one_run(
+def test_a_training_that_resumes_is_one_run(
     read: Callable[[Path], Curves], metric: str, logged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the epochs as in the record, also one that the second start has made again."""
@@ -159,7 +159,7 @@ class Fails:
         self._called("finish")
 
 
-def test_a_training_goes_on_without_a_logger_that_fails(
+def test_a_training_continues_without_a_logger_that_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With one warning, and the other loggers get all."""
@@ -233,7 +233,7 @@ def test_a_package_that_is_missing_is_missed_before_the_training(
         make("mine")
 
 
-def test_the_example_goes_on_in_its_run(script: Script, tmp_path: Path) -> None:
+def test_the_example_resumes_its_run(script: Script, tmp_path: Path) -> None:
     """A Run, stopped between two epochs."""
     small = ("--train-size", 128, "--test-size", 64, "--width", 4, "--results-dir", tmp_path)
     small += ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")

@@ -1,4 +1,4 @@
-"""What a Recorder leaves in a checkpoint, and goes on from: its own state, or that of another training.
+"""What a Recorder leaves in a checkpoint, and resumes from: its own state, or that of another training.
 
 It is written and read by the functions that a Checkpointer uses (state_file.py), as its handlers of signals
 would stay in this process. train/test_plain.py has trainings of two ranks with a Checkpointer.
@@ -60,7 +60,7 @@ def saved(tmp_path: Path) -> Path:
 def test_a_state_of_a_script_that_has_changed_since(
     saved: Path, tmp_path: Path, edit: Callable[[dict], object], reason: str
 ) -> None:
-    """It is refused, and the record, which has gone on, stays as it is."""
+    """It is refused, and the record, which has continued, stays as it is."""
     again, parts = recorder(tmp_path)
     load(saved, parts)
     again.epoch(4, 1.0, 0.25)
@@ -85,7 +85,7 @@ def test_what_a_script_notes_in_a_group_is_no_setting(tmp_path: Path) -> None:
     assert parts["optimizer"].param_groups[0]["frozen"] is True
 
 
-def test_a_start_that_goes_on_has_a_record_of_its_own(saved: Path, tmp_path: Path) -> None:
+def test_a_start_that_resumes_has_a_record_of_its_own(saved: Path, tmp_path: Path) -> None:
     (record,) = (tmp_path / "runs").glob("*.csv")
     before = record.read_bytes()
     other, parts = recorder(tmp_path)
@@ -105,7 +105,7 @@ def test_a_start_that_goes_on_has_a_record_of_its_own(saved: Path, tmp_path: Pat
 
 
 def test_a_training_has_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the screen, and in the record's metrics; also of a start that goes on."""
+    """On the screen, and in the record's metrics; also of a start that resumes."""
     for first_epoch in (1, 2):
         run, parts = recorder(tmp_path, unit="tokens", per_sample=8)
         if first_epoch == 2:
@@ -134,7 +134,7 @@ def test_an_epoch_that_could_not_be_written_is_written_once(saved: Path, tmp_pat
 
 
 def test_one_saved_training_after_another_in_one_process(saved: Path, tmp_path: Path) -> None:
-    """Each keeps its record; one that goes on from another has one of its own."""
+    """Each keeps its record; one that resumes from another has one of its own."""
     again, parts_of_again = recorder(tmp_path)
     load(saved, parts_of_again)
     other, parts = recorder(tmp_path)
@@ -156,7 +156,7 @@ def test_one_saved_training_after_another_in_one_process(saved: Path, tmp_path: 
     ],
 )
 @pytest.mark.parametrize("name", ["[test] mine", "../up", "-", ""])
-def test_any_optimizer_and_any_name_go_on(kind: type, name: str, tmp_path: Path) -> None:
+def test_any_optimizer_and_any_name_resume(kind: type, name: str, tmp_path: Path) -> None:
     told = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": tmp_path}
     for first_epoch in (1, 2):
         model = torch.nn.Linear(2, 2)

@@ -74,7 +74,7 @@ def test_what_no_run_has_written_is_named_and_the_rest_is_compared(plot: Script,
     assert table.images_per_s.to_list() == comparison.summarize(alone).images_per_s.to_list()
 
 
-def test_a_run_that_went_on_in_another_world_counts_in_neither(plot: Script, tmp_path: Path) -> None:
+def test_a_run_that_resumed_in_another_world_counts_in_neither(plot: Script, tmp_path: Path) -> None:
     """Two workers, then four: a note names it, and the rows of both configurations are without it."""
     made(tmp_path / "in", "resumed", {"world_size": "4", "devices": "4", "images_per_s": "9999"})
     done = plot(SAMPLE, tmp_path / "in", "--out", tmp_path / "out")
@@ -144,7 +144,7 @@ def test_a_start_that_saved_before_its_first_row_is_not_a_run_of_its_own(tmp_pat
 
 
 def test_starts_that_never_had_a_row_keep_the_others_together(tmp_path: Path) -> None:
-    """After a, the start x saved within epoch 3 twice; b, which went on from x, did not save any more."""
+    """After a, the start x saved within epoch 3 twice; b, which resumed from x, did not save any more."""
     write_start(tmp_path, "a", range(1, 3))
     write_start(tmp_path, "b", range(3, 4), resumed_from="x a")
     write_start(tmp_path, "c", range(3, 5), resumed_from="x a")
