@@ -1,10 +1,16 @@
-"""The learning rate for a batch that grew. The gaps are to be filled in.
+"""Recorded trainings, beside the learning rates of two rules and a warm-up. Fill in the three gaps.
 
-Try: python exercises/12_learning_rate/mine/rate.py
+Try: python exercises/12_learning_rate/mine/rate.py SGD 1024
 """
 
-BATCH = 64  # a global batch size,
-LR = 0.02  # and a learning rate that is good there
+import csv
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+BASE_BATCH = 64
+BASE_LR = {"SGD": 0.02, "AdamW": 0.001, "Adadelta": 1.0}  # good at a global batch of 64
+RECORDED = Path(__file__).parents[4] / "results/sample/h100/one_gpu/learning_rate.csv"
 
 
 def scaled(lr: float, rule: str, batch_per_rank: int, ranks: int) -> float:
@@ -17,19 +23,31 @@ def scaled(lr: float, rule: str, batch_per_rank: int, ranks: int) -> float:
 
 
 def warmed_up(lr: float, step: int, warmup_steps: int) -> float:
-    """Return the learning rate of step 1, 2, 3, ..., which rises by the same amount in each.
+    """Return the learning rate of step 1, 2, 3, ..., which rises by the same amount in each step.
 
-    It is `lr` at step `warmup_steps`, and stays `lr` after it.
+    It is `lr` at step `warmup_steps`, and stays `lr` afterwards.
     """
     return lr  # gap
 
 
+def main(optimizer: str, batch: int) -> None:
+    """Print a line for each rule and warm-up, with the accuracies of all seeds."""
+    accuracies = defaultdict(list)
+    with RECORDED.open() as file:
+        for row in csv.DictReader(file):
+            if row["optimizer"] == optimizer and row["batch"] == str(batch):
+                warmup = (row["rule"], int(row["warmup_updates"]), row["warmup"])
+                accuracies[warmup].append(float(row["accuracy"]))
+                updates = row["updates"]
+    print(f"{optimizer}, global batch {batch}: {updates} updates in five epochs of 20,000 images")
+    print("rule   learning rate   of update 1   warm-up                  accuracy (%) of each seed")
+    for (rule, steps, name), seeds in sorted(accuracies.items()):
+        lr = scaled(BASE_LR[optimizer], rule, BASE_BATCH, batch // BASE_BATCH)
+        first = warmed_up(lr, 1, steps)
+        warmup = f"{steps} updates" if "updates" in name else f"{steps} updates = {name}"
+        listed = "  ".join(f"{accuracy:5.2f}" for accuracy in seeds)
+        print(f"{rule:6} {lr:13.4g} {first:13.2g}   {warmup:22}   {listed}")
+
+
 if __name__ == "__main__":
-    print(
-        "global batch   linear     sqrt   updates in 20,000 images   linear, first of 40 updates of warm-up"
-    )
-    for ranks in (1, 4, 16, 64):
-        linear, root = [scaled(LR, rule, BATCH, ranks) for rule in ("linear", "sqrt")]
-        first = warmed_up(linear, 1, 40)
-        updates = 20_000 // (BATCH * ranks)
-        print(f"{BATCH * ranks:12,}   {linear:6.4f}   {root:6.4f}   {updates:24}   {first:.6f}")
+    main(sys.argv[1], int(sys.argv[2]))
