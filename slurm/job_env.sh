@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034  # what it sets is used by the job scripts
 # The part of a job that is the same in every job script, which sources this at its beginning. It asks Slurm
-# and the node about the job, reads slurm/site.sh, makes the Python environment ready, and starts what samples
-# each node while the ranks train (unless SITE_MONITOR is off). When the job script ends, `finish` ends the
-# sampling, and sends a job that was stopped by a signal, and has saved, back to the queue.
+# and the node about the job, reads slurm/site.sh, makes the Python environment ready, and starts the monitor,
+# which samples each node while the ranks train (unless SITE_MONITOR is off). When the job script ends, `finish`
+# ends the monitor, and sends a job that was stopped by a signal, and has saved, back to the queue.
 #
 # What there is to decide is decided by trainkit/jobs/in_job.py, in Python: how the job begins
 # (trainkit/jobs/beginning.py), why it failed, and its exit code (trainkit/jobs/ending.py).
@@ -21,7 +21,7 @@ begun=""              # whether Python has answered how the job begins
 ended_from_outside="" # whether it was sent SIGTERM or SIGHUP
 resumes_unsaved=""    # whether its script needs no note that it has saved to come back (--when-requeued)
 requeued=""           # whether it is on its way back to the queue
-sampler=""            # the number of the process that samples
+monitor=""            # the process id of the monitor
 code_folder=""        # that of a plain script, whose git is asked for the commit
 
 # --- what Slurm says of this job --------------------------------------------------------------------
@@ -141,7 +141,7 @@ slurm/site.sh."
 # all GPUs of a node, even if each rank has its own (--gpus-per-task, which newer Slurm tells by
 # SLURM_TRES_PER_TASK only). Its outcome never matters to the job, and srun's words about it stay out of the
 # job's log, where it would count as a rank.
-sample() {
+run_monitor() {
     local gpus=()
     trap : TERM # scancel sends it here, too, and the monitor has a verdict to give
     if [[ ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gpu* ]]; then
@@ -159,26 +159,26 @@ sample() {
 
 tell_no_verdict() { echo "watch   $1" | tee "$watching/told"; }
 
-start_sampling() {
+start_monitor() {
     [[ $SITE_MONITOR == on ]] || return 0
     # A coprocess has a pipe from here for its input, and would have one for its output, too.
     exec {log}>&1
-    coproc SAMPLER { sample >&"$log"; }
+    coproc MONITOR { run_monitor >&"$log"; }
     exec {log}>&-
-    sampler=$SAMPLER_PID
-    sampler_input=${SAMPLER[1]} # bash forgets it when the coprocess ends
+    monitor=$MONITOR_PID
+    monitor_input=${MONITOR[1]} # bash forgets it when the coprocess ends
     # Else a `wait` in the job script, for processes of its own, would wait for this one, too.
-    disown "$sampler"
+    disown "$monitor"
 }
 
-# End the sampling, which prints its verdict.
-stop_sampling() {
+# End the monitor, which prints its verdict.
+stop_monitor() {
     local tenths
-    [[ -n $sampler ]] || return
+    [[ -n $monitor ]] || return
     echo "$1" >"$watching/ended" # this is the exit code
-    exec {sampler_input}>&-
+    exec {monitor_input}>&-
     for ((tenths = 0; tenths < 100; tenths++)); do
-        kill -0 "$sampler" 2>/dev/null || return
+        kill -0 "$monitor" 2>/dev/null || return
         sleep 0.1
     done
     tell_no_verdict "no verdict within 10 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
@@ -271,7 +271,7 @@ finish() {
         requeue
         tried=("--refusal=${refusal%%$'\n'*}")
     fi
-    stop_sampling "$code"
+    stop_monitor "$code"
     answer=$(in_job_end end "${tried[@]}") # the exit code, and what to say
     if [[ $answer == *"code    "[0-9]* ]]; then
         answer=${answer#*code    } # container programs have their words before it
@@ -298,4 +298,4 @@ listen_to_signals # what the site runs may have changed that
 type srun scontrol >/dev/null 2>&1 ||
     fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
 begin "$@"
-start_sampling
+start_monitor

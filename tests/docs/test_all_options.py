@@ -97,7 +97,7 @@ OTHERS = {
     "tools/bench/on_a_gpu.py": "--out",
     "tools/bench/predictions.py": "--laws --out",
     "tools/bench/published.py": "--out",
-    "tools/bench/sampler.py": "--data-dir --out",
+    "tools/bench/monitor_cost.py": "--data-dir --out",
     "trainkit/data/datasets.py": "--data-dir",
     "trainkit/doctor/checkup.py": "--data-dir --only-torch --results-dir",
     "trainkit/doctor/cli.py": f"--gpus --job --json --nodes --time --wait {PROGRAM}",

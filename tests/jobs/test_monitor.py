@@ -213,7 +213,7 @@ def test_a_job_on_two_nodes_is_sampled(on_cluster: Checkout) -> None:
     assert "not sampled" not in log
     assert ranks_in(folder) == {"n1": {"0"}, "n2": {"1"}}
     notes = {path.name for path in folder.parent.glob("rank-*")}
-    assert notes == {"rank-0.finished", "rank-1.finished"}  # no samplers'
+    assert notes == {"rank-0.finished", "rank-1.finished"}  # no monitor's
     assert not re.search("srun|Traceback", (folder / "log").read_text())
     (csv,) = (on_cluster.folder / "results" / "runs").glob("*.csv")
     assert samples.runs(folder) == [csv]
@@ -228,7 +228,7 @@ def test_a_job_on_two_nodes_is_sampled(on_cluster: Checkout) -> None:
     assert re.search(rf"\n{job} +16G +[01]\.\dG +[12]G +2 +\d\.\d +[12]\n", used), used
 
 
-def test_the_sampler_sees_all_gpus_where_each_rank_has_its_own(checkout: Checkout) -> None:
+def test_the_monitor_sees_all_gpus_where_each_rank_has_its_own(checkout: Checkout) -> None:
     """Newer Slurm (seen: 26.05) tells of --gpus-per-task only by these variables, which srun takes over."""
     told = checkout.folder / "srun-told"
     checkout.site(ON)

@@ -32,7 +32,7 @@ from conftest import (
     stage_command,
     succeeded,
 )
-from sampling import NO_RANK, notes_so_far, rows_so_far, running_sampler
+from monitoring import NO_RANK, notes_so_far, rows_so_far, running_monitor
 from test_slow_ranks import of_ranks
 
 from trainkit.record import samples
@@ -249,10 +249,10 @@ def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
     assert last.own_seconds.between(0, row["train_seconds"], inclusive="right").all()
 
 
-def test_the_sampler_sees_what_every_gpu_does(tmp_path: Path) -> None:
+def test_the_monitor_sees_what_every_gpu_does(tmp_path: Path) -> None:
     """While they train for some seconds. In a container NVML may not show whose processes it sees."""
     sizes = ("--epochs", 1, "--train-size", 5_000_000 * GPUS, "--batch-size", 512 * GPUS)
-    with running_sampler(tmp_path, period=0.5, **WITH_GPUS):
+    with running_monitor(tmp_path, period=0.5, **WITH_GPUS):
         train("ddp", tmp_path, *sizes, processes=GPUS, env={"TRAINKIT_JOB_DIR": str(tmp_path)})
     rows = pd.DataFrame(rows_so_far(tmp_path, samples.GPU))
     for number, gpu in rows.groupby("number"):

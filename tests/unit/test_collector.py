@@ -1,4 +1,4 @@
-"""The sampler sees what a real job does on its node, and goes on whatever it cannot see."""
+"""The monitor sees what a real job does on its node, and goes on whatever it cannot see."""
 
 import math
 import resource
@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ENVIRONMENT, stage_command
-from sampling import (
+from monitoring import (
     NODE,
     Row,
     notes_so_far,
     rows_so_far,
-    running_sampler,
-    start_sampler,
+    running_monitor,
+    start_monitor,
     wait_until,
     with_nvidia_smi,
 )
@@ -41,7 +41,7 @@ def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
         return busy_rows.keys() == {"0", "1"}
 
     try:
-        with running_sampler(tmp_path, period=0.25):
+        with running_monitor(tmp_path, period=0.25):
             wait_until(both_work, job)
             node = rows_so_far(tmp_path, samples.NODE)[-1]
     finally:
@@ -62,17 +62,17 @@ def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
 def test_a_monitor_that_is_killed_continues_in_the_same_file(tmp_path: Path) -> None:
     """And notes nothing twice, such as that the GPU is not there."""
     environment = {"CUDA_VISIBLE_DEVICES": "0"} | with_nvidia_smi(tmp_path)
-    with start_sampler(tmp_path, **environment) as sampler:
-        wait_until(lambda: len(rows_so_far(tmp_path)) > 2, sampler)
-        sampler.kill()
+    with start_monitor(tmp_path, **environment) as monitor:
+        wait_until(lambda: len(rows_so_far(tmp_path)) > 2, monitor)
+        monitor.kill()
     rows = rows_so_far(tmp_path)
     notes = notes_so_far(tmp_path)
     path = tmp_path / samples.FOLDER / f"{NODE}.csv"
     with path.open("a") as file:
         # As if killed while it wrote.
         file.write("1795338532.112,node,,,10")
-    with running_sampler(tmp_path, most=2, **environment) as sampler:
-        sampler.wait(60)
+    with running_monitor(tmp_path, most=2, **environment) as monitor:
+        monitor.wait(60)
     assert rows_so_far(tmp_path)[: len(rows)] == rows
     assert len(rows_so_far(tmp_path)) == len(rows) + 2
     assert path.read_text().count("time,what") == 1
@@ -82,9 +82,9 @@ def test_a_monitor_that_is_killed_continues_in_the_same_file(tmp_path: Path) -> 
 def test_a_disk_that_was_full_gets_the_samples_after_that(tmp_path: Path) -> None:
     """The limit on the size of a file stands in for the disk: there is space for a part of a line."""
     path = tmp_path / samples.FOLDER / f"{NODE}.csv"
-    with running_sampler(tmp_path, FILE_LIMIT=str(FULL_AT_BYTES)) as sampler:
-        wait_until(lambda: path.exists() and path.stat().st_size == FULL_AT_BYTES, sampler)
+    with running_monitor(tmp_path, FILE_LIMIT=str(FULL_AT_BYTES)) as monitor:
+        wait_until(lambda: path.exists() and path.stat().st_size == FULL_AT_BYTES, monitor)
         time.sleep(0.3)
         no_limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, no_limit)
-        wait_until(lambda: len(rows_so_far(tmp_path)) > 2, sampler)
+        resource.prlimit(monitor.pid, resource.RLIMIT_FSIZE, no_limit)
+        wait_until(lambda: len(rows_so_far(tmp_path)) > 2, monitor)

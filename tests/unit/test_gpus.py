@@ -6,7 +6,7 @@ from pathlib import Path
 
 import fake_nvml
 import pytest
-from sampling import THIS_NAMESPACE, Row, with_nvidia_smi
+from monitoring import THIS_NAMESPACE, Row, with_nvidia_smi
 
 from trainkit.monitor import gpus
 from trainkit.record import samples
@@ -47,8 +47,8 @@ def take_samples(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> TakeSampl
                 monkeypatch.delenv(name, raising=False)
             else:
                 monkeypatch.setenv(name, value)
-        sampler = gpus.Gpus(notes.append)
-        return [sampler.sample(ranks or {}) for _ in range(number)]
+        monitor = gpus.Gpus(notes.append)
+        return [monitor.sample(ranks or {}) for _ in range(number)]
 
     return take
 

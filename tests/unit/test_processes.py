@@ -9,7 +9,7 @@ import psutil
 import pytest
 from conftest import ENVIRONMENT
 from fake_machine import FakeMachine
-from sampling import Row, rows_so_far, running_sampler, wait_until
+from monitoring import Row, rows_so_far, running_monitor, wait_until
 
 from trainkit.monitor import processes
 from trainkit.monitor.processes import Processes
@@ -145,7 +145,7 @@ def test_ranks_that_a_real_script_starts_itself(tmp_path: Path) -> None:
         return any(row["others"] == 2 for row in rows_so_far(tmp_path, samples.RANK))
 
     try:
-        with running_sampler(tmp_path, period=0.25):
+        with running_monitor(tmp_path, period=0.25):
             wait_until(both_compute, job)
     finally:
         for process in [*job.children(recursive=True), job]:
@@ -225,8 +225,8 @@ def test_memory_that_is_shared_counts_once(machine: FakeMachine) -> None:
     machine.process(7, share_kb=500_000)
     machine.process(8, share_kb=500_000, is_loader=True)
     machine.now += 1
-    for sampler in (job, Processes({"JOB": "1"})):
-        node, rank = sampler.sample()
+    for monitor in (job, Processes({"JOB": "1"})):
+        node, rank = monitor.sample()
         assert rank["loaders"] == 1
         assert rank["memory_mb"] == node["memory_mb"] == 1024
 

@@ -65,7 +65,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def _print_verdict(job: str) -> None:
-    # Only here, as they load pandas: a sampler shares the memory of the job.
+    # Only here, as they load pandas: a monitor shares the memory of the job.
     from trainkit.monitor import wording
     from trainkit.monitor.verdict import judge
 

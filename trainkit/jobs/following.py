@@ -140,7 +140,7 @@ class Handle:
         return "\n".join(lines)
 
     def verdict(self) -> list[str]:
-        """Return what the job's sampler wrote at its end (slurm/monitor.py), if there was one."""
+        """Return what the job's monitor wrote at its end (slurm/monitor.py), if there was one."""
         return job_folder.read(self.folder / samples.FOLDER / samples.TOLD).splitlines()
 
     @property
@@ -343,13 +343,13 @@ class LocalHandle(Handle):
     Attributes:
         has_ended: returns whether that process has. /proc would not show it for a child that has only just
             started.
-        sampler: the job's, which then has some seconds for its verdict.
+        monitor: the job's, which then has some seconds for its verdict.
         failed_at: when a rank had failed, by the monotonic clock, in seconds.
         most_ranks: how many there were at any time.
     """
 
     has_ended: Callable[[], bool]
-    sampler: subprocess.Popen | None = None
+    monitor: subprocess.Popen | None = None
     failed_at: float | None = None
     most_ranks: int = 0
     poll_seconds: ClassVar[float] = 0.5
@@ -360,11 +360,11 @@ class LocalHandle(Handle):
         if not self.has_ended():
             self._end_peers()
             return self._running()
-        if self.sampler:
+        if self.monitor:
             # It may hang in the driver, or on a disk.
             with suppress(subprocess.TimeoutExpired):
-                self.sampler.wait(samples.VERDICT_SECONDS)
-            self.sampler.kill()
+                self.monitor.wait(samples.VERDICT_SECONDS)
+            self.monitor.kill()
         checkpoints = job_folder.stopped(self.folder)
         if checkpoints is not None:
             return State("failed", f"it was stopped; to resume: {self._how_to_resume(checkpoints)}")

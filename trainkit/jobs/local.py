@@ -75,8 +75,8 @@ def without_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def start_sampler(folder: Path, job_id: str, log: Path, environment: dict[str, str]) -> subprocess.Popen:
-    """Start the sampler of a job, whose ranks have this environment.
+def start_monitor(folder: Path, job_id: str, log: Path, environment: dict[str, str]) -> subprocess.Popen:
+    """Start the monitor of a job, whose ranks have this environment.
 
     It outlives this program, and ends the log.
     """

@@ -176,7 +176,7 @@ def sending(request: Request) -> AbstractContextManager[Sent]:
     """Check the request, make its folder, and return what surrounds the call of submitit.
 
     It prepares the environment, for sbatch or for the processes here. After the call it finds a job that
-    Slurm took without saying so, cancels one that it can never start, and starts the sampler of processes
+    Slurm took without saying so, cancels one that it can never start, and starts the monitor of processes
     here.
 
     Raises:
@@ -216,9 +216,9 @@ def _starting_here(request: Request) -> Iterator[Sent]:
         yield sent
     (job,) = sent.jobs
     log = job.paths.stdout
-    sampler = None
+    monitor = None
     if request.site.monitor:
-        sampler = local.start_sampler(request.folder, job.job_id, log, variables)
+        monitor = local.start_monitor(request.folder, job.job_id, log, variables)
     sent.handle = LocalHandle(
         job_id=job.job_id,
         tasks=request.resources.tasks,
@@ -226,7 +226,7 @@ def _starting_here(request: Request) -> Iterator[Sent]:
         folder=request.folder,
         results=request.records_dir,
         has_ended=job.done,
-        sampler=sampler,
+        monitor=monitor,
     )
 
 

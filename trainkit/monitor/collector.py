@@ -32,10 +32,10 @@ def sample(
         period_seconds: from one sample to the next. A sample that would be late is left out.
     """
     _yield_cores_to_the_ranks()
-    sampler = _NodeSampler(folder, variables)
+    monitor = _NodeMonitor(folder, variables)
     began = time.monotonic()
     while True:
-        sampler.add_sample()
+        monitor.add_sample()
         until_next = period_seconds - (time.monotonic() - began) % period_seconds
         if stop(until_next):
             return
@@ -47,7 +47,7 @@ def _yield_cores_to_the_ranks() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-class _NodeSampler:
+class _NodeMonitor:
     """Samples this node. What cannot be looked at, or written, is tried again at the next sample."""
 
     def __init__(self, folder: Path, variables: dict[str, str]) -> None:

@@ -69,7 +69,7 @@ def read_samples(folder: Path) -> pd.DataFrame:
     table = pd.DataFrame(samples.read(folder, every=every))
     of_nodes = table.what == samples.NODE
     if not of_nodes.any():
-        # The sampler could not look at the processes.
+        # The monitor could not look at the processes.
         raise UserError(f"the samples in {folder} have no row of a node: see {folder / samples.NOTES}.")
     table.loc[of_nodes, "number"] = "0"
     table = table.astype({"number": int})

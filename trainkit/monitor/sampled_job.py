@@ -57,7 +57,7 @@ class SampledJob:
         trainings: the records of its trainings.
         epochs: the rows of the records that are judged.
         rank_shares: how each rank spent the training time (training_records.py).
-        notes: what the sampler could not see, and which records cannot be read, in sentences.
+        notes: what the monitor could not see, and which records cannot be read, in sentences.
         asked: what a job script has asked Slurm for; None if none has sampled it.
         by_job_script: whether a job script has sampled it.
         is_plain: whether its script does not use the kit.

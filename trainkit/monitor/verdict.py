@@ -77,7 +77,7 @@ class Verdict:
         devices: what it ran on.
         energy_kwh: of all GPUs of the job, NaN if it is unknown.
         records: the CSVs of its trainings.
-        notes: what the sampler could not see, in its sentences.
+        notes: what the monitor could not see, in its sentences.
         is_gpu_power_unknown: without it gaps between kernels do not show.
         too_much: the requests of which less would have been enough.
         last_ranks: those of the last samples.

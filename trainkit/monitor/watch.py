@@ -62,11 +62,11 @@ def run_command(command: list[str], job: Path) -> int:
             process.wait(seconds)
         return process.returncode is not None
 
-    sampler = threading.Thread(target=collector.sample, args=(folder, variables, has_ended), daemon=True)
-    sampler.start()
+    monitor = threading.Thread(target=collector.sample, args=(folder, variables, has_ended), daemon=True)
+    monitor.start()
     has_ended(None)
     # A reading may hang in the driver.
-    sampler.join(samples.VERDICT_SECONDS)
+    monitor.join(samples.VERDICT_SECONDS)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     exit_code = process.returncode
     if exit_code < 0:
@@ -165,7 +165,7 @@ def _keep_and_print_verdict(folder: Path, name: str, outlived_sigterm: bool = Fa
 
 
 def _verdict_lines(folder: Path, name: str, outlived_sigterm: bool) -> list[str]:
-    # Only now, as they load pandas: a sampler shares the memory of the job.
+    # Only now, as they load pandas: a monitor shares the memory of the job.
     from trainkit.monitor import verdict_file, wording
     from trainkit.monitor.verdict import judge
 

@@ -36,11 +36,11 @@ NOTES = "notes"
 ENDED = "ended"
 TOLD = "told"
 VERDICT = "verdict.json"
-# What only the last start of a job has, with the sampler's log.
+# What only the last start of a job has, with the monitor's log.
 OF_A_START = (ASKED, ENDED, TOLD, VERDICT, "log")
 
 PERIOD_SECONDS = 1.0  # from one sample to the next
-VERDICT_SECONDS = 15  # for the sampler to end by itself after the job, with its verdict
+VERDICT_SECONDS = 15  # for the monitor to end by itself after the job, with its verdict
 # The kind of a finding in the verdict: ranks that trained each by itself.
 NEVER_MET = "never_met"
 
@@ -180,7 +180,7 @@ def _read_node(path: Path, every: int) -> Iterator[Row]:
         if missing:
             raise ValueError(f"it has no column {', '.join(missing)}")
         for row in lines:
-            # The sampler writes this line just now, or was killed when it did.
+            # The monitor writes this line just now, or was killed when it did.
             is_half_written = None in row or None in row.values()
             if is_half_written or (every > 1 and float(row["time"]) % every >= 1):
                 continue

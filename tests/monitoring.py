@@ -59,7 +59,7 @@ for line in open("/proc/self/status"):
 Row = dict[str, object]
 
 
-def start_sampler(
+def start_monitor(
     folder: Path, period: float = 0.1, most: float = math.inf, **variables: str | None
 ) -> subprocess.Popen:
     """Start the monitor of the job whose folder is `folder`; a variable that is None is not set."""
@@ -71,14 +71,14 @@ def start_sampler(
 
 
 @contextmanager
-def running_sampler(folder: Path, **arguments: object) -> Iterator[subprocess.Popen]:
+def running_monitor(folder: Path, **arguments: object) -> Iterator[subprocess.Popen]:
     """Run a block beside a monitor that ends well, and was light."""
-    with start_sampler(folder, **arguments) as sampler:
+    with start_monitor(folder, **arguments) as monitor:
         try:
-            yield sampler
+            yield monitor
         finally:
-            output, errors = sampler.communicate(timeout=60)
-    assert sampler.returncode == 0, errors
+            output, errors = monitor.communicate(timeout=60)
+    assert monitor.returncode == 0, errors
     loaded, peak_kb = output.splitlines()
     assert loaded == "[]"
     has_driver = "CUDA_VISIBLE_DEVICES" in arguments

@@ -1,7 +1,7 @@
-"""What the sampler of slurm/monitor.py costs: trainings with and without it, in turns, on this machine.
+"""What the monitor (slurm/monitor.py) costs: trainings with and without it, in turns, on this machine.
 
-Writes `<out>/sampler.csv`, a row per training, and prints the table made of it. The two trainings of a pair
-have the same seed, and every other pair begins with the one that is sampled.
+Writes `<out>/monitor_cost.csv`, a row per training, and prints the table made of it. The two trainings of
+a pair have the same seed, and every other pair begins with the one that is monitored.
 """
 
 import tempfile
@@ -27,12 +27,12 @@ from trainkit.record import records
 
 HERE = Path(__file__).resolve().parent
 TRAINING = ("--epochs=4", "--train-size=12800", "--batch-size=256", "--no-cuda", "--precision=fp32")
-# Each computes on all cores, so that whatever the sampler takes is taken from it: stage, ranks, options.
+# Each computes on all cores, so that whatever the monitor takes is taken from it: stage, ranks, options.
 CASES = {
     "2 ranks": ("ddp", 2, ()),
     "2 ranks, 1 loader worker each": ("ddp", 2, ("--loader=workers", "--num-workers=1")),
 }
-PAIRS = 8  # trainings with and without the sampler, of each case
+PAIRS = 8  # trainings with and without the monitor, of each case
 DRAWS = 2_000  # resamplings of the pairs, for the interval
 
 
@@ -51,12 +51,12 @@ def main() -> None:
             for sampled in (sampled_first, not sampled_first):
                 row = _train(case, pair, sampled, args.data_dir.absolute())
                 rows.append({"case": case, "pair": pair} | row)
-                pd.DataFrame(rows).to_csv(args.out / "sampler.csv", index=False, float_format="%.6g")
-    print(table(args.out / "sampler.csv"))
+                pd.DataFrame(rows).to_csv(args.out / "monitor_cost.csv", index=False, float_format="%.6g")
+    print(table(args.out / "monitor_cost.csv"))
 
 
 def table(path: Path) -> str:
-    """Lay out for each case the median ratio of its pairs' images/s, its interval, and the sampler's load."""
+    """Lay out for each case the median ratio of its pairs' images/s, its interval, and the monitor's load."""
     chance = np.random.default_rng(1)
     lines = []
     for case, of_case in pd.read_csv(path).groupby("case", sort=False):
@@ -69,8 +69,8 @@ def table(path: Path) -> str:
                 "training": case,
                 "pairs": str(len(ratios)),
                 "images/s, sampled / not": f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})",
-                "sampler, % of a core": f"{of_case.core_percent.median():.2f}",
-                "sampler, MB": f"{of_case.memory_mb.max():.0f}",
+                "monitor, % of a core": f"{of_case.core_percent.median():.2f}",
+                "monitor, MB": f"{of_case.memory_mb.max():.0f}",
             }
         )
     return page.markdown(pd.DataFrame(lines))
@@ -103,12 +103,12 @@ def _train(case: str, seed: int, sampled: bool, data_dir: Path) -> dict[str, obj
 
 
 def _follow(handle: LocalHandle) -> dict[str, float]:
-    """Wait for its end, and return the load of its sampler while it ran."""
+    """Wait for its end, and return the load of its monitor while it ran."""
     load = {}
     while handle.state().name == "running":
-        if handle.sampler and not handle.has_ended():
+        if handle.monitor and not handle.has_ended():
             with suppress(psutil.Error):
-                process = psutil.Process(handle.sampler.pid)
+                process = psutil.Process(handle.monitor.pid)
                 seconds = time.time() - process.create_time()
                 busy = sum(process.cpu_times()[:2])
                 load = {"core_percent": 100 * busy / seconds, "memory_mb": process.memory_info().rss / 1e6}
