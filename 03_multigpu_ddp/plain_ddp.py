@@ -1,7 +1,7 @@
 """Train the classic MNIST network with one process per GPU, on any number of nodes, in plain PyTorch.
 
-It saves its whole state as it goes, and when a signal says that its time is over. Started again, it resumes,
-and reaches the losses of a training that was never stopped.
+It saves its whole state every few hundred steps, and also when Slurm signals that the job is about to end.
+When you start it again it resumes, and it ends with the losses of a training that was never stopped.
 
 Try: torchrun --standalone --nproc-per-node=2 plain_ddp.py --epochs 2
 """
@@ -32,7 +32,7 @@ FOLDER = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
 # Slurm sends USR2 a minute before the time limit, if the job script has `#SBATCH --signal=USR2@60`, and
 # SIGTERM at the limit and when it preempts the job. Without a handler each of them ends Python.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
-CHECK_STEPS = 10  # every so many steps, the ranks ask each other whether to stop
+CHECK_STEPS = 10  # steps between two checks of whether any rank has been told to stop
 
 
 class Net(nn.Module):
@@ -79,7 +79,7 @@ def obey_the_trainer(_worker: int) -> None:
 
 
 def must_stop(signals_received: list[int], device: torch.device) -> bool:
-    """Return whether any rank has received a signal: all get the same answer, and stop together."""
+    """Return whether any rank has received a signal. All ranks get the same answer, so they stop together."""
     received = torch.tensor(len(signals_received), device=device)
     dist.all_reduce(received)
     return received.item() > 0
@@ -188,7 +188,7 @@ def main() -> None:
             state = {name: part.state_dict() for name, part in parts.items()}
             state |= {"settings": settings, "epoch": epoch, "step": step, "rank_states": rank_states}
             write_whole(state, checkpoint)
-        dist.barrier()  # a rank that exits early could take rank 0 with it, before the file is written
+        dist.barrier()  # if a rank exited now, rank 0 could be ended before it has written the file
 
     first_epoch = 1
     step = 0

@@ -57,8 +57,8 @@ def main() -> None:
         with autocast:
             example_images, _ = next(iter(train_batches))
             capture.graphed(model, example_images)
-    # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
-    # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
+    # DDP sends rank 0's weights to all ranks once, and averages the gradients over the ranks in every
+    # backward pass, which keeps the weights equal. The bucket view saves a copy of the gradients.
     # A captured step averages its gradients on the stream on which it is captured.
     stream = torch.cuda.Stream() if opts.how == "captured" else None
     with torch.cuda.stream(stream):

@@ -53,8 +53,8 @@ def main() -> None:
 
     # channels_last: the memory layout in which convolutions are fastest.
     model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
-    # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
-    # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
+    # DDP sends rank 0's weights to all ranks once, and averages the gradients over the ranks in every
+    # backward pass, which keeps the weights equal. The bucket view saves a copy of the gradients.
     model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))

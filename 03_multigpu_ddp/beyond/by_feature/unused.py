@@ -58,8 +58,8 @@ def main() -> None:
     # channels_last: the memory layout in which convolutions are fastest.
     model = BranchedNet(opts.width, always=opts.graph == "static")
     model = model.to(dist_env.device, memory_format=torch.channels_last)
-    # Sends rank 0's weights to all ranks, and averages the gradients over the ranks in every
-    # backward pass: so the weights stay equal. The bucket view saves a copy of the gradients.
+    # DDP sends rank 0's weights to all ranks once, and averages the gradients over the ranks in every
+    # backward pass, which keeps the weights equal. The bucket view saves a copy of the gradients.
     model = nn.parallel.DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,
