@@ -310,6 +310,7 @@ def test_the_lines_that_a_lesson_compares_stand_in_the_job_scripts() -> None:
     assert len(rows) >= 8
     for row in rows:
         ours, alone = row.removeprefix("| ").split(" | ")[:2]
+        alone = ours if alone == "the same" else alone
         for code in re.findall(r"`([^`]+)`", ours):
             assert code in (folder / "slurm_submit.sh").read_text()
         if not alone.startswith("not there"):
