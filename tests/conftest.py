@@ -36,7 +36,7 @@ BEYOND = REPOSITORY / "03_multigpu_ddp" / "beyond"
 BY_FEATURE = BEYOND / "by_feature"
 COMPLETE = BEYOND / "complete"
 AROUND = REPOSITORY / "tests" / "around.py"
-TESTED = 501  # test images of `few_images`: two ranks have unequal shares
+TESTED = 501  # test images of `few_images`: two ranks have unequal shards
 WITHOUT_DROPOUT, STOPS = (AROUND, "without-dropout"), (AROUND, "stop-in-step")
 # Whoever runs the tests in the background ignores Ctrl-C, and the programs that the tests send it to
 # would inherit that.

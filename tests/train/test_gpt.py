@@ -88,13 +88,13 @@ def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_whole_or_split_with_activations_kept_or_not_it_trains_alike(
     path: Path, ranks: int, recompute: tuple, whole: Path, train: Train, tmp_path: Path
 ) -> None:
-    """Only the memory differs: of what is split, each rank keeps its share."""
+    """Only the memory differs: of what is split, each rank keeps its shard."""
     train(tmp_path, *recompute, ranks=ranks, path=path)
     assert_same_end(tmp_path, whole, **ROUNDING)
     facts = {tuple(row[name] for name in ("model", "images", "test_images")) for row in rows_of(tmp_path)}
     assert facts == {("GPT", 120, 31 * 16)}
-    shares = ranks if path == SPLIT else 1
-    assert kept_mb(tmp_path) == pytest.approx({name: mb / shares for name, mb in kept_mb(whole).items()})
+    shards = ranks if path == SPLIT else 1
+    assert kept_mb(tmp_path) == pytest.approx({name: mb / shards for name, mb in kept_mb(whole).items()})
 
 
 def kept_mb(folder: Path) -> dict[str, float]:

@@ -180,17 +180,17 @@ def test_split_over_1_2_or_4_ranks_it_trains_as_with_ddp(by_two: Path, train: Tr
         Net(4).load_state_dict(weights_of(folder))
 
 
-@pytest.mark.parametrize(("how", "share"), [("shard", 2), ("ddp", 1)])
-def test_each_rank_holds_its_share_and_with_ddp_all(
-    how: str, share: int, train: Train, tmp_path: Path
+@pytest.mark.parametrize(("how", "shards"), [("shard", 2), ("ddp", 1)])
+def test_each_rank_holds_its_shard_and_with_ddp_all(
+    how: str, shards: int, train: Train, tmp_path: Path
 ) -> None:
     """With Adam, which keeps two numbers for each weight."""
     told = train(FSDP, tmp_path, "--how", how, "--recipe", "fast", "--dry-run", ranks=2)
-    assert held(2, share, of_optimizer=2) in told
+    assert held(2, shards, of_optimizer=2) in told
 
 
-def held(ranks: int, share: int, of_optimizer: int) -> str:
-    megabytes = 4 * PARAMETERS / share / 1e6
+def held(ranks: int, shards: int, of_optimizer: int) -> str:
+    megabytes = 4 * PARAMETERS / shards / 1e6
     each = ", ".join([f"{megabytes:.2f} + {megabytes:.2f} + {of_optimizer * megabytes:.2f}"] * ranks)
     return f"MB of weights + gradients + optimizer on each rank: {each}\n"
 
@@ -253,7 +253,7 @@ def test_a_pipeline_trains_as_one_process_and_resumes_with_another_number(
         ("later", "model"),
     ],
 )
-def test_a_share_of_a_network_is_never_saved_as_all_of_it(
+def test_a_shard_of_a_network_is_never_saved_as_all_of_it(
     split: str, part: str, script: Script, tmp_path: Path
 ) -> None:
     """`Run` says so before the training; what was split later is not saved, either."""
@@ -288,7 +288,7 @@ def by_recorder(tmp_path: Path) -> Path:
     return own
 
 
-def test_a_checkpointer_never_saves_a_share_as_all(by_recorder: Path, script: Script, tmp_path: Path) -> None:
+def test_a_checkpointer_never_saves_a_shard_as_all(by_recorder: Path, script: Script, tmp_path: Path) -> None:
     told = failed(script(by_recorder, "whole", ranks=2, env={"EPOCHS": "2"}))
     assert "error on rank 0: model is split over the ranks" in told
     assert "Checkpointer that in place of both" in told
@@ -338,8 +338,8 @@ dist.init_process_group("gloo")
 for _ in range(2):
     resume("small", 16)
 before = resident("VmRSS")
-share = resume("large", 724)
-print("shares at the peak:", (resident("VmHWM") - before) / share)
+shard = resume("large", 724)
+print("shards at the peak:", (resident("VmHWM") - before) / shard)
 dist.destroy_process_group()
 """
 
@@ -352,5 +352,5 @@ def test_a_rank_that_resumes_needs_little_more_memory_than_its_own_shard(
     (tmp_path / "memory.py").write_text(MEMORY)
     for _ in range(2):
         done = succeeded(forking.run(tmp_path / "memory.py", ranks=2, env=ENVIRONMENT, cwd=tmp_path))
-    shares = [float(number) for number in re.findall(r"shares at the peak: (\S+)", done.stdout)]
-    assert len(shares) == 2 and min(shares) >= 1 and max(shares) <= 1.5, shares
+    shards = [float(number) for number in re.findall(r"shards at the peak: (\S+)", done.stdout)]
+    assert len(shards) == 2 and min(shards) >= 1 and max(shards) <= 1.5, shards

@@ -112,9 +112,9 @@ def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int)
         for loaded in (one, *ranks):
             loaded.set_epoch(epoch)
         whole = [labels for _, labels in one]
-        shares = [[labels for _, labels in rank] for rank in ranks]
+        shards = [[labels for _, labels in rank] for rank in ranks]
         for step, expected in enumerate(whole):
-            assert torch.equal(torch.cat([share[step] for share in shares]), expected)
+            assert torch.equal(torch.cat([shard[step] for shard in shards]), expected)
         seen = torch.cat(whole)
         assert torch.equal(seen.sort().values, torch.arange(count))
         orders.append(seen)
@@ -127,14 +127,14 @@ def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int)
 def test_test_shares_cover_the_test_set_once(images: int, world_size: int) -> None:
     """In as many steps on every rank, as they may communicate in each."""
     samplers = [UnpaddedEvalSampler(images, 8, rank, world_size) for rank in range(world_size)]
-    shares = [list(sampler) for sampler in samplers]
-    seen = [index for share in shares for indices in share for index in indices]
+    shards = [list(sampler) for sampler in samplers]
+    seen = [index for shard in shards for indices in shard for index in indices]
     assert seen == list(range(images))
     # Numbers, and no tensors: those would be fetched by a loader process, which may be killed meanwhile.
     assert {type(index) for index in seen} == {int}
-    assert len({len(share) for share in shares}) == 1
-    assert [len(sampler) for sampler in samplers] == [len(share) for share in shares]
-    assert max(len(indices) for share in shares for indices in share) <= 8
+    assert len({len(shard) for shard in shards}) == 1
+    assert [len(sampler) for sampler in samplers] == [len(shard) for shard in shards]
+    assert max(len(indices) for shard in shards for indices in shard) <= 8
 
 
 def test_another_seed_is_another_order_and_the_same_seed_the_same() -> None:

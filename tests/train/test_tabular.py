@@ -62,7 +62,7 @@ def test_exact_weights_train_as_one_process(trained: dict[str, Trained]) -> None
 
 
 def test_naive_weights_do_not(trained: dict[str, Trained]) -> None:
-    """On the whole batch they are the same; in shares of 3 rows they are not."""
+    """On the whole batch they are the same; in shards of 3 rows they are not."""
     assert furthest(trained["naive"].weights, trained["exact"].weights) < ROUNDING
     assert furthest(trained["naive cut on 2"].weights, trained["exact"].weights) > 1000 * ROUNDING
 

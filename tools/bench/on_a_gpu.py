@@ -37,7 +37,7 @@ SCRIPTS = BENCH / "gpu"
 SHAPES_TO_COMPILE = ("128 tf32 Adadelta", "1024 bf16 Adadelta", "4096 bf16 Adadelta", "128 bf16 Adam")
 RUNGS_TO_COMPILE = ("compile", "reduce-overhead", "batch 512", "captured")
 BATCHES_OF_TIMELINES = {"waits for the loader": 128, "waits for launches": 128, "busy": 2048}
-# Of gpt_ladder.py: DistributedDataParallel and fully_shard on one GPU, where no share is smaller than all.
+# Of gpt_ladder.py: DistributedDataParallel and fully_shard on one GPU, where a shard is all of it.
 FSDP = (
     "bf16, split over one rank",
     "bf16, compiled",

@@ -1,8 +1,8 @@
-"""The batches of an epoch: one global order, cut into equal shares for the ranks.
+"""The batches of an epoch: one global order, cut into equal shards for the ranks.
 
 Epoch e has one permutation of the training set, made from (seed, e) and the same on every rank; an epoch
 with more images than the data set has (--train-size) has several, one after the other.
-Step k takes the k-th block of `batch_size` indices, and each rank a contiguous share of that block.
+Step k takes the k-th block of `batch_size` indices, and each rank a contiguous shard of that block.
 So N ranks together see exactly the batches that one process sees.
 """
 
@@ -125,7 +125,7 @@ def hold_out(dataset: Data, n: int) -> tuple[Data, Data]:
 def eval_loader(
     dataset: Data, options: Options, dist_env: DistEnv, **dataloader_arguments: object
 ) -> "Batches":
-    """Return this rank's share of the test set, every sample once on exactly one rank: no padding.
+    """Return this rank's shard of the test set, every sample once on exactly one rank: no padding.
 
     Raises:
         UserError: if there are fewer samples than --test-size, or a Dataset comes without --loader workers.
@@ -167,7 +167,7 @@ class RankSampler(Sampler[list[int]]):
 
 
 class DistributedBatchSampler(RankSampler):
-    """This rank's share of every batch of `epoch`: batch_size / world_size indices a step.
+    """This rank's shard of every batch of `epoch`: batch_size / world_size indices a step.
 
     `size` is the number of images per epoch (default: each of the `images` once).
     """
@@ -192,7 +192,7 @@ class DistributedBatchSampler(RankSampler):
 
 
 class UnpaddedEvalSampler(RankSampler):
-    """This rank's contiguous share of the test set, in order, in as many steps as every other rank's.
+    """This rank's contiguous shard of the test set, in order, in as many steps as every other rank's.
 
     So the ranks can communicate in each step. A rank with fewer samples than steps takes one per step.
     """

@@ -3,7 +3,7 @@
 `epoch-E-step-S.pt` is a checkpoint made when S steps of epoch E were done: one file, which `torch.load`
 opens; `Checkpoint` says what is in it. Of a network that is split over the ranks it is a folder
 `epoch-E-step-S`: that file is in it as `state.pt`, with all but the split parts, and each of these has a
-folder of its own, to which every rank has written its share (sharded.py). It has that name when it is whole.
+folder of its own, to which every rank has written its shard (sharded.py). It has that name when it is whole.
 
 The two newest are kept: if the last one is damaged, a resume sets it aside, and takes the one before it.
 """
@@ -36,7 +36,7 @@ from trainkit.training.state_file import (
     fitting,
     load_parts,
     load_verified,
-    refuse_shares,
+    refuse_shards,
     save,
     states_of,
     write,
@@ -330,7 +330,7 @@ class Checkpointer:
             rng_states=states_of_ranks,
             settings=self._settings,
         )
-        refuse_shares(checkpoint.parts)
+        refuse_shards(checkpoint.parts)
         save("the checkpoint", vars(checkpoint), path, IF_NOT_WRITTEN)
 
     def _complete(self, written: list[Future], unfinished: Path, path: Path) -> str:

@@ -71,7 +71,7 @@ def evaluate(
     loss: Callable[..., torch.Tensor],
     autocast: AbstractContextManager | None = None,
 ) -> Tested:
-    """Evaluate the model on every sample of `batches` once: sum over this rank's share, then over the ranks.
+    """Evaluate the model on every sample of `batches` once: sum over this rank's shard, then over the ranks.
 
     Args:
         loss: called as `loss(output, targets, reduction="sum")`, like those of torch.nn.functional.

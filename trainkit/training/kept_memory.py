@@ -1,4 +1,4 @@
-"""What a rank keeps in memory from one step to the next, whether it has all of a network or a share."""
+"""What a rank keeps in memory from one step to the next, whether it has all of a network or a shard."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def kept_bytes(optimizer: torch.optim.Optimizer) -> KeptBytes:
     gradients = [parameter.grad for parameter in weights if parameter.grad is not None]
     state = []
     for parameter_state in optimizer.state.values():
-        # The counters of steps, which have no dimensions, are no share of anything.
+        # The counters of steps, which have no dimensions, are no shard of anything.
         state += [
             value for value in parameter_state.values() if isinstance(value, torch.Tensor) and value.dim()
         ]

@@ -134,7 +134,7 @@ class Recorder:
             samples: that this rank trained on; the record has the sum over all ranks.
             seconds: that it took, by a clock that waited for the GPU; the slowest rank counts.
             loss: its mean loss per sample; the record has the mean over the samples of all ranks.
-            metrics: `test_samples`, `test_seconds`, `test_loss` and `accuracy` (%) of its share of the test
+            metrics: `test_samples`, `test_seconds`, `test_loss` and `accuracy` (%) of its shard of the test
                 become columns. Others, means over its samples, go to `<run_id>.metrics.tsv`.
 
         Raises:

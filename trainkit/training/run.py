@@ -440,7 +440,7 @@ class Run:
         self._data_seconds *= steps / max(steps - done_before.steps, 1)
 
     def log(self, *, loss: torch.Tensor, **metrics: torch.Tensor | float) -> None:
-        """Record the loss of this step, and other numbers by name: means over this rank's share.
+        """Record the loss of this step, and other numbers by name: means over this rank's shard.
 
         Their means over steps and ranks are metrics of the epoch.
 

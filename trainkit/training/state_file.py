@@ -45,7 +45,7 @@ def write(state: dict[str, object], file: BinaryIO, check: bool = True) -> None:
         UserError: if a tensor in `state` is split over the ranks, or it has other than tensors, numbers and
             texts, which could run a program when they are loaded.
     """
-    refuse_shares(state)
+    refuse_shards(state)
     torch.save(state, file)
     # PyTorch before 2.6 cannot tell. This reads the names in the file, not its tensors.
     if check and hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
@@ -57,8 +57,8 @@ def write(state: dict[str, object], file: BinaryIO, check: bool = True) -> None:
             )
 
 
-def refuse_shares(parts: dict[str, object]) -> None:
-    """Check that no state in `parts` has a tensor of which this rank has only a share.
+def refuse_shards(parts: dict[str, object]) -> None:
+    """Check that no state in `parts` has a tensor of which this rank has only a shard.
 
     Raises:
         UserError: "<name> is split over the ranks, ...". It was split after Checkpointer had looked.

@@ -27,7 +27,7 @@ class StepMetrics:
             self._values[name][: self.steps_logged] = values
 
     def log(self, numbers: dict[str, torch.Tensor | float]) -> None:
-        """Note the numbers of the next step: means over this rank's share of its batch.
+        """Note the numbers of the next step: means over this rank's shard of the batch.
 
         Raises:
             UserError: if the names differ from those of the step before.

@@ -33,13 +33,13 @@ def inner_optimizer(optimizer: object) -> object:
 
 
 def check_whole(parts: dict[str, object], way: str) -> None:
-    """Check that each of `parts` is whole on this rank: torch.save would write a share without a word.
+    """Check that each of `parts` is whole on this rank: torch.save would write a shard without a word.
 
     Raises:
         UserError: "<name> is split over the ranks, ...: <way>".
     """
     for name, part in parts.items():
-        if _is_shared_out(part):
+        if _is_sharded(part):
             raise UserError(f"{name} is split over the ranks, and rank 0's part would be saved as all: {way}")
 
 
@@ -63,7 +63,7 @@ def check_equal(parts: dict[str, object], way: str) -> None:
                 )
 
 
-def _is_shared_out(part: object) -> bool:
+def _is_sharded(part: object) -> bool:
     if hasattr(part, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
         return True
     # Its own state_dict puts the weights together in a meeting of all ranks, and leaves the optimizer's.

@@ -107,10 +107,10 @@ def split(model: nn.Module, dist_env: DistEnv) -> None:
 
 def print_memory(optimizer: torch.optim.Optimizer) -> None:
     """Print on rank 0 what each rank keeps from one step to the next, in MB."""
-    own_share = " + ".join(f"{kept / 1e6:.2f}" for kept in kept_bytes(optimizer))
-    shares = process_group.gather(own_share)
+    own_shard = " + ".join(f"{kept / 1e6:.2f}" for kept in kept_bytes(optimizer))
+    shards = process_group.gather(own_shard)
     if process_group.is_rank_0():
-        errors.print_line(f"MB of weights + gradients + optimizer on each rank: {', '.join(shares)}")
+        errors.print_line(f"MB of weights + gradients + optimizer on each rank: {', '.join(shards)}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def main() -> None:
     weights = option(
         "exact",
         choices=("exact", "naive", "none"),
-        help="how rare classes weigh more: in the whole batch alike; within each share by itself; not at all",
+        help="how rare classes weigh more: over the whole batch; within each rank's shard; not at all",
         shapes_training=True,
     )
     accumulate = option(

@@ -24,9 +24,9 @@ prediction = 0
 HINTS = """\
 ## 1
 
-Go through it function by function. `join` decides who a process is and where the ranks meet; `split` shares
-out the images; `train_epoch` sets the order and computes the gradient. Ask of every line: what does it do on
-rank 1, and what on the second node?
+Go through it function by function. `join` decides who a process is and where the ranks meet; `split`
+splits the images; `train_epoch` sets the order and computes the gradient. Ask of every line: what does it
+do on rank 1, and what on the second node?
 
 ## 2
 
@@ -91,10 +91,10 @@ SOLUTION = {
 +    return sums
 @@
 -    sampler = DistributedSampler(images, size, rank, shuffle=False)
-+    share = Subset(images, range(rank, len(images), size))
++    shard = Subset(images, range(rank, len(images), size))
 @@
 -        for inputs, labels in DataLoader(images, 250, sampler=sampler):
-+        for inputs, labels in DataLoader(share, 250):
++        for inputs, labels in DataLoader(shard, 250):
 @@
 -    torch.save(model.module.state_dict(), Path(__file__).with_name("weights.pt"))
 +    if rank == 0:
@@ -245,15 +245,15 @@ def fit(program: ModuleType, rank: int, images: TensorDataset) -> Seen:
         chosen = torch.tensor(numbers)
         return F.cross_entropy(spy(chosen.float().unsqueeze(1)), chosen % 10)
 
-    share = BATCH // 2
-    (gradient,) = torch.autograd.grad(loss(seen[:share]), spy.linear.weight)
+    shard = BATCH // 2
+    (gradient,) = torch.autograd.grad(loss(seen[:shard]), spy.linear.weight)
     return {
         "orders": [seen[: len(seen) // 2], seen[len(seen) // 2 :]],
         "gradient": optimizer.gradients[0],
         "own_gradient": gradient.flatten().tolist(),
         "last": {key: float(value) for key, value in epochs[-1].items()},
         "losses": [
-            loss(part).item() for part in (list(range(IMAGES)), seen[len(seen) // 2 :], seen[-share:])
+            loss(part).item() for part in (list(range(IMAGES)), seen[len(seen) // 2 :], seen[-shard:])
         ],
         "came": came,
         "began": readings[0] if readings else came,
@@ -376,10 +376,12 @@ def wrong_accuracy(ranks: list[Seen]) -> str | None:
         if printed != other:
             return (
                 f"{sentence}{printed:.1f} % on one and {other:.1f} % on the other: each counts its own "
-                "share only."
+                "shard only."
             )
         counted = {"33.3": "6, one of them twice", "25.0": "4", "0.0": "4"}.get(f"{printed:.1f}")
-        uneven = f": two ranks cannot share 5 evenly, and it looks at {counted}" if counted else ""
+        uneven = (
+            f": 5 images cannot be split evenly over two ranks, and it looks at {counted}" if counted else ""
+        )
         return f"{sentence}{printed:.1f} %{uneven}."
     return None
 
@@ -421,7 +423,7 @@ EXTRA = [wrong_loss, wrong_metric, wrong_accuracy, wrong_seconds, wrong_files]
 GENERATOR = "own_random = torch.Generator()"
 STEP = "        optimizer.step()\n"
 EACH = "        for weights in model.parameters():\n            "
-SHARE = "range(rank, len(images), size)"
+SHARD = "range(rank, len(images), size)"
 PADDED = "list(DistributedSampler(images, size, rank, shuffle=False))"
 SAVE = "    if rank == 0:\n        torch.save("
 WHERE = 'model.module.state_dict(), Path(__file__).with_name("'
@@ -443,9 +445,9 @@ TOLD_WHEN_DONE = [
     (SCRIPT, "return sums", "return torch.stack([loss.detach() * sums[1], sums[1]])", "of a single batch"),
     (SCRIPT, "        dist.all_reduce(sums)\n", "", "the loss of rank 0's images"),
     (SCRIPT, "images / seconds", "len(loader.sampler) / seconds", "the images of one rank"),
-    (SCRIPT, SHARE, PADDED, "it looks at 6"),
-    (SCRIPT, SHARE, PADDED.replace("False", "False, drop_last=True"), "it looks at 4"),
-    (SCRIPT, "    dist.all_reduce(sums)\n    correct", "    correct", "its own share only"),
+    (SCRIPT, SHARD, PADDED, "it looks at 6"),
+    (SCRIPT, SHARD, PADDED.replace("False", "False, drop_last=True"), "it looks at 4"),
+    (SCRIPT, "    dist.all_reduce(sums)\n    correct", "    correct", "its own shard only"),
     (SCRIPT, "        dist.barrier()\n        seconds", "        seconds", "its own time, not that of all"),
     (SCRIPT, "        dist.barrier()\n        start", "        start", "while it waits"),
     (SCRIPT, SAVE, "    torch.save(", "write the same file"),

@@ -32,14 +32,14 @@ prediction = 2
 HINTS = """\
 ## 1
 
-Four things change: the processes meet and take a device, share the data, wrap the network, and report for
+Four things change: the processes meet and take a device, split the data, wrap the network, and report for
 all. Go through main from the top, and ask of every line what it does on rank 1.
 
 ## 2
 
 LOCAL_RANK is the number of the GPU. `dist.init_process_group("gloo")`, or on GPUs
 `dist.init_process_group("nccl", device_id=device)`, takes the rest from torchrun's variables. A
-`DistributedSampler(train_set, drop_last=True)` shares the training images and needs `set_epoch(epoch)`;
+`DistributedSampler(train_set, drop_last=True)` splits the training images and needs `set_epoch(epoch)`;
 for validation, `Subset(validation_set, range(rank, len(validation_set), size))` leaves no image out and
 counts none twice. `dist.all_reduce(tensor)` sums over all ranks.
 
@@ -87,8 +87,8 @@ SOLUTION = {
 -    order = torch.Generator()
 -    batches = DataLoader(train_set, BATCH, shuffle=True, drop_last=True, generator=order)
 -    validation_batches = DataLoader(validation_set, BATCH)
-+    shares = DistributedSampler(train_set, drop_last=True)
-+    batches = DataLoader(train_set, BATCH // size, sampler=shares, drop_last=True)
++    shards = DistributedSampler(train_set, drop_last=True)
++    batches = DataLoader(train_set, BATCH // size, sampler=shards, drop_last=True)
 +    own = Subset(validation_set, range(rank, len(validation_set), size))
 +    validation_batches = DataLoader(own, BATCH)
 @@
@@ -97,7 +97,7 @@ SOLUTION = {
 @@
 -        order.manual_seed(epoch)
 -        loss = train_epoch(model, batches, optimizer, device)
-+        shares.set_epoch(epoch)
++        shards.set_epoch(epoch)
 +        loss = train_epoch(ddp, batches, optimizer, device)
 +        for buffer in model.buffers():  # each rank has seen different images: validate and save those of one
 +            dist.broadcast(buffer, src=0)
@@ -121,7 +121,7 @@ STARTS_WITH = "`prediction`"
 SCRIPT = "train.py"
 LOG = "job.txt"
 TRAIN = 96  # images
-VALIDATE = 65  # images, which two ranks cannot share evenly
+VALIDATE = 65  # images, which cannot be split evenly over two ranks
 Seen = dict[str, object]
 
 
@@ -135,7 +135,7 @@ def check(workspace: Workspace) -> str:
         for place in (whole, parts):
             write_digits(place)
         ranks = run(program, whole, epochs=2)
-        for wrong in (wrong_shares, wrong_step, wrong_numbers, wrong_files):
+        for wrong in (wrong_shards, wrong_step, wrong_numbers, wrong_files):
             wrong(ranks)
         wrong_names(whole)
         wrong_accuracy(program, whole, ranks[0]["results"][-1][1])
@@ -311,14 +311,14 @@ def wrong_gpu(program: ModuleType, rank: int, local_rank: int) -> None:
         )
 
 
-def wrong_shares(ranks: list[Seen]) -> None:
+def wrong_shards(ranks: list[Seen]) -> None:
     if not all(seen["met"] for seen in ranks):
         raise Wrong("The two processes did not meet: each trained a network of its own.")
     for rank, seen in enumerate(ranks):
         if len(seen["read"]) != 4:
             raise Wrong(
                 f"Rank {rank} does not train and validate in turn, twice in two epochs: each rank has to "
-                "validate its own share, and all ranks sum up their results."
+                "validate its own shard, and all ranks sum up their results."
             )
     first, second = (seen["read"] for seen in ranks)
     steps = ranks[0]["steps"] // 2
@@ -368,7 +368,7 @@ def wrong_numbers(ranks: list[Seen]) -> None:
     if accuracies[0] != accuracies[1]:
         raise Wrong(
             f"Rank 0 says {accuracies[0][0]:.2f} % and rank 1 {accuracies[1][0]:.2f} %: each is the accuracy "
-            "of one share only."
+            "of one shard only."
         )
 
 
@@ -428,16 +428,16 @@ WRONG = [
     (SCRIPT, ', int(os.environ["LOCAL_RANK"])', "", "takes GPU 0 of its node"),
     (SCRIPT, 'int(os.environ["LOCAL_RANK"])', 'int(os.environ["RANK"]) // 2', "takes GPU 0 of its node"),
     (SCRIPT, "    torch.cuda.set_device(device)\n", "", "call `torch.cuda.set_device`"),
-    (SCRIPT, "BATCH // size, sampler=shares", "BATCH // size, shuffle=True", "is trained twice"),
+    (SCRIPT, "BATCH // size, sampler=shards", "BATCH // size, shuffle=True", "is trained twice"),
     (SCRIPT, "BATCH // size", "BATCH", "takes 64 images"),
-    (SCRIPT, "        shares.set_epoch(epoch)\n", "", "the same order as the first"),
+    (SCRIPT, "        shards.set_epoch(epoch)\n", "", "the same order as the first"),
     (SCRIPT, OWN, PADDED, "are counted twice"),
     (SCRIPT, "train_epoch(ddp", "train_epoch(model", "different gradients"),
     (SCRIPT, "loss.backward()", "(loss / dist.get_world_size()).backward()", "by 0.50 before"),
     (SCRIPT, "    dist.all_reduce(losses)\n", "", "The mean loss of the first epoch"),
     (SCRIPT, "            dist.broadcast(buffer, src=0)\n", "            pass\n", "validate two networks"),
     (SCRIPT, "buffer in model.buffers()", "buffer in [*model.buffers()][:1]", "validate two networks"),
-    (SCRIPT, "    dist.all_reduce(right)\n", "", "of one share only"),
+    (SCRIPT, "    dist.all_reduce(right)\n", "", "of one shard only"),
     (SCRIPT, "    dist.all_reduce(right)\n", "    dist.broadcast(right, src=0)\n", "Sum up over all ranks"),
     (SCRIPT, "    dist.all_reduce(right)\n", MEAN, "Sum up over all ranks"),
     (SCRIPT, BATCHES, ON_ONE, "does not train and validate in turn"),

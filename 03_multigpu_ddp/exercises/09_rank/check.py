@@ -126,7 +126,7 @@ def check(workspace: Workspace) -> str:
     check_gpus(who.gpu)
     guess = "as you predicted" if prediction == 2 else f"you predicted {answers['prediction']}"
     return (
-        f"Two of the four have local rank 0, one on each node: {guess}. The rank decides which share of the "
+        f"Two of the four have local rank 0, one on each node: {guess}. The rank decides which shard of the "
         "data a process takes, and which process prints and saves; the local rank chooses the GPU, and "
         "nothing else. Take both from the launcher, as trainkit/distributed/launchers.py does: the "
         "launcher decides how ranks are placed on nodes."

@@ -38,7 +38,7 @@ WRONG = [
     ("runs/*.csv", ",2,2,2,CPU", ",4,2,4,CPU", "no run on 2 node(s) with two ranks"),
     ("runs/*.tsv", "\tn2\t", "\tn1\t", "one GPU on each of two nodes"),
     ("answers.txt", "global_batch = 64", "global_batch = 128", "the batch of all ranks together"),
-    ("answers.txt", "batch_per_device = 32", "batch_per_device = 64", "shared out"),
+    ("answers.txt", "batch_per_device = 32", "batch_per_device = 64", "split evenly"),
     ("answers.txt", "interface = eth0", "interface = lo", "within one machine"),
     ("answers.txt", "megabytes = 4.8", "megabytes = 9.6", "twice as much"),
     ("answers.txt", "megabytes = 4.8", "megabytes = 1.2", "4 bytes"),
@@ -58,7 +58,7 @@ def check(workspace: Workspace) -> str:
             "`global_batch`: --batch-size is the batch of all ranks together, on any number of nodes."
         )
     if answers.number("batch_per_device") != on_two_nodes["batch_per_device"]:
-        raise Wrong("`batch_per_device`: the global batch is shared out evenly among the ranks.")
+        raise Wrong("`batch_per_device`: the global batch is split evenly over the ranks.")
     check_interface(answers["interface"], workspace)
     megabytes = answers.number("megabytes")
     if is_close(megabytes, 2 * MEGABYTES, 0.03):

@@ -87,10 +87,10 @@ NUMBERS = 6
 CUT = {"up": 0, "down": 1}
 
 
-def check(share: Workspace) -> str:
-    answers = share.answers()
+def check(workspace: Workspace) -> str:
+    answers = workspace.answers()
     prediction = answers.number("prediction")
-    program = share.module(SCRIPT)
+    program = workspace.module(SCRIPT)
     for rank, seen in enumerate(in_ranks(lambda rank, size: behave(program, rank, size), SIZE)):
         judge(rank, seen)
     once = 16 * 1024 * 768 * 4 / 1e6
@@ -129,15 +129,15 @@ def behave(program: ModuleType, rank: int, size: int) -> dict[str, object]:
         return reduce(tensor, *arguments, **how)
 
     seen = {"whole": run(layers, lambda: layers(x), x), "bytes": travelled}
-    share = program.share(layers, rank, size)
+    shard = program.shard(layers, rank, size)
     for name, dim in CUT.items():
-        judge_share(
-            name, rank, getattr(share, name).weight, getattr(layers, name).weight.chunk(size, dim)[rank]
+        judge_shard(
+            name, rank, getattr(shard, name).weight, getattr(layers, name).weight.chunk(size, dim)[rank]
         )
         gradient = getattr(layers, name).weight.grad
         seen["whole"][name] = gradient.chunk(size, dim)[rank].tolist()
     with patch.object(dist, "all_reduce", counted):
-        seen["by hand"] = run(share, lambda: program.by_hand(share, x), x)
+        seen["by hand"] = run(shard, lambda: program.by_hand(shard, x), x)
     split = program.by_pytorch(layers, size)
     try:
         return seen | {"by PyTorch": run(split, lambda: split(x), x)}
@@ -162,7 +162,7 @@ def run(layers: nn.Module, forward: object, x: torch.Tensor) -> dict[str, object
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def judge_share(name: str, rank: int, of_rank: torch.Tensor, of_whole: torch.Tensor) -> None:
+def judge_shard(name: str, rank: int, of_rank: torch.Tensor, of_whole: torch.Tensor) -> None:
     if of_rank.shape != of_whole.shape:
         raise Wrong(
             f"On each of two ranks, `{name}` has the shape {tuple(of_rank.shape)}; half of the hidden "

@@ -27,13 +27,13 @@ traffic = 1.5
 HINTS = """\
 ## 1
 
-`from torch.distributed.fsdp import fully_shard`. `fully_shard(module)` shares out all parameters of a module
-that are not shared out yet, and changes the module in place. What it was called with is put together as one.
+`from torch.distributed.fsdp import fully_shard`. `fully_shard(module)` shards all parameters of a module
+that are not sharded yet, and changes the module in place. What it was called with is put together as one.
 
 ## 2
 
 Call it for each of `model.blocks`, so that only one block is whole at a time, and then for the model, which
-shares out what is outside of the blocks: the embedding and the head.
+shards what is outside of the blocks: the embedding and the head.
 
 ## 3
 
@@ -73,7 +73,7 @@ WRONG = [
     ("answers.txt", "ddp_four = 12.7", "ddp_four = 3.2", "has the whole network"),
     ("answers.txt", "fsdp_two = 6.3", "fsdp_two = 12.7", "half of it"),
     ("answers.txt", "fsdp_four = 3.2", "fsdp_four = 0.8", "weights alone"),
-    ("answers.txt", "as_large = activations", "as_large = optimizer", "is shared out"),
+    ("answers.txt", "as_large = activations", "as_large = optimizer", "is sharded"),
     ("answers.txt", "traffic = 1.5", "traffic = 1", "three parts"),
     ("answers.txt", "traffic = 1.5", "traffic = 3", "two parts"),
 ]
@@ -90,13 +90,13 @@ def check(workspace: Workspace) -> str:
     whole = BYTES * sum(weight.numel() for weight in model.parameters()) / 1e6
     true, _ = program.train(model, program.sequences(0, 1), STEPS)
     ranks = in_ranks(lambda rank, size: behave(program, rank, size), size=2)
-    check_shares(ranks[0], whole)
+    check_shards(ranks[0], whole)
     for step, losses in enumerate(zip(*(seen["losses"] for seen in ranks), strict=True)):
         mean = sum(losses) / len(losses)
         if not is_close(mean, true[step], 1e-3):
             raise Wrong(
                 f"The losses are not those of one process: {mean:.4f} in step {step + 1} in place of "
-                f"{true[step]:.4f}. Do the ranks still share their gradients?"
+                f"{true[step]:.4f}. Do the ranks still average their gradients?"
             )
     check_answers(answers, whole)
     return (
@@ -126,14 +126,14 @@ def behave(program: ModuleType, rank: int, size: int) -> dict[str, object]:
     }
 
 
-def check_shares(seen: dict[str, object], whole: float) -> None:
+def check_shards(seen: dict[str, object], whole: float) -> None:
     kept = seen["kept"]
     if seen["is_ddp"]:
         raise Wrong(f"Each rank keeps {kept:.1f} MB, all of it, as with DDP: take fully_shard in its place.")
     if seen["is_whole"] and seen["blocks"] < seen["of"]:
         raise Wrong(
-            f"{seen['blocks']} of {seen['of']} blocks are shared out by themselves. Each rank keeps its "
-            "share, but in every step the whole network is put together at once: the peak is that of DDP."
+            f"{seen['blocks']} of {seen['of']} blocks are sharded by themselves. Each rank keeps its "
+            "shard, but in every step the whole network is put together at once: the peak is that of DDP."
         )
     if seen["blocks"] and not is_close(kept, whole / 2, 0.05):
         raise Wrong(
@@ -156,7 +156,7 @@ def check_answers(answers: Answers, whole: float) -> None:
             raise Wrong(f"`{name}` is not {answers[name]}: {hint}.")
     as_large = answers.word("as_large", "weights", "gradients", "optimizer", "activations")
     if as_large != "activations":
-        raise Wrong(f"`as_large = {as_large}`: that is shared out. What belongs to a rank's own sequences?")
+        raise Wrong(f"`as_large = {as_large}`: that is sharded. What belongs to a rank's own sequences?")
     if not is_close(answers.number("traffic"), 1.5):
         raise Wrong(
             "`traffic`: a reduce-scatter and two all-gathers are three parts, and DDP's all-reduce is two "

@@ -68,7 +68,7 @@ WRONG = [
     ("stream.py", READER, "self.rank * workers + worker.id", "'NoneType'"),
     ("stream.py", READER, "self.rank + (worker.id if worker else 0)", "are never read"),
     ("stream.py", SHUFFLE, "", "the same order"),
-    ("stream.py", "random.Random(self.epoch)", "random.Random(self.epoch + reader)", "the same list"),
+    ("stream.py", "random.Random(self.epoch)", "random.Random(self.epoch + reader)", "one list"),
     ("stream.py", "    return islice(loader, ", "    return loader\n    (", "as many batches"),
     ("answers.txt", "one_more = hang", "one_more = nothing", "all-reduce"),
 ]
@@ -101,7 +101,7 @@ def read(program: ModuleType, rank: int, size: int, workers: int, number: int = 
 
 
 def check_samples(program: ModuleType, size: int, workers: int) -> None:
-    """12 files, which the readers can share out evenly."""
+    """12 files, which can be split evenly over the readers."""
     ranks = [Counter(sum(read(program, rank, size, workers), [])) for rank in range(size)]
     where = f"On {size} rank(s) with {workers} worker(s) each"
     for rank, seen in enumerate(ranks):
@@ -111,8 +111,8 @@ def check_samples(program: ModuleType, size: int, workers: int) -> None:
                     f"{where}, rank {rank} reads each sample {workers} times, once in each of its workers."
                 )
             raise Wrong(
-                f"{where}, rank {rank} reads some samples {max(seen.values())} times: do its workers share "
-                "out the same list?"
+                f"{where}, rank {rank} reads some samples {max(seen.values())} times: do its workers "
+                "split one list among them?"
             )
     together = sum(ranks, Counter())
     if size > 1 and together and min(together.values()) == size:
@@ -121,7 +121,7 @@ def check_samples(program: ModuleType, size: int, workers: int) -> None:
     if max(together.values(), default=1) > 1:
         raise Wrong(
             f"{where}, some samples are read by several ranks, and {missing} are never read: do all readers "
-            "share out the same list of files, each with a number of its own?"
+            "split the same list of files, each with a number of its own?"
         )
     if missing:
         raise Wrong(f"{where}, {missing} of {12 * program.ROWS} samples are never read.")

@@ -141,7 +141,7 @@ def main() -> None:
             strategy=ddp,
             num_nodes=dist_env.num_nodes,
             max_epochs=-1,
-            use_distributed_sampler=False,  # the batches are shared out already
+            use_distributed_sampler=False,  # the batches are already split over the ranks
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

@@ -69,7 +69,7 @@ def split(images: Dataset) -> tuple[Dataset, Dataset]:
 
 
 def training_batches(train_set: Dataset, rank: int, size: int) -> DataLoader:
-    """Return a loader of this rank's share of every batch, in a new order in every epoch."""
+    """Return a loader of this rank's shard of every batch, in a new order in every epoch."""
     sampler = DistributedSampler(train_set, size, rank, shuffle=True, drop_last=True)
     return DataLoader(train_set, BATCH // size, sampler=sampler, drop_last=True)
 

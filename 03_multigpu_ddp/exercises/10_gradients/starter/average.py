@@ -25,7 +25,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     for _ in range(5):
         optimizer.zero_grad()
-        F.mse_loss(model(inputs[rank::size]), targets[rank::size]).backward()  # this rank's share
+        F.mse_loss(model(inputs[rank::size]), targets[rank::size]).backward()  # this rank's shard
         average(model)
         optimizer.step()
     print(f"rank {rank} of {size}: after 5 steps its weights sum up to {model[1].weight.sum():.4f}")

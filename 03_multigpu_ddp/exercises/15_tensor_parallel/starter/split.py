@@ -23,7 +23,7 @@ class Layers(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def share(layers: Layers, rank: int, size: int) -> Layers:
+def shard(layers: Layers, rank: int, size: int) -> Layers:
     """Return new layers with this rank's part of the weights, 1 / size of the hidden numbers."""
     hidden, width = layers.up.weight.shape  # what a linear layer returns comes first
     mine = Layers(width, hidden)
@@ -57,7 +57,7 @@ class Leave(torch.autograd.Function):
 
 
 def by_hand(mine: Layers, x: torch.Tensor) -> torch.Tensor:
-    """Return what the whole layers would; `mine` are this rank's share of them."""
+    """Return what the whole layers would; `mine` are this rank's shard of them."""
     return Leave.apply(mine(Enter.apply(x)))
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     torch.manual_seed(1)  # the same weights and the same input on every rank
     layers = Layers(8, 32)
     x = torch.randn(4, 8, requires_grad=True)
-    mine = share(layers, rank, size)
+    mine = shard(layers, rank, size)
     for name, result in {
         "whole": layers(x),
         "by hand": by_hand(mine, x),

@@ -36,7 +36,7 @@ class GPT(nn.Module):
 
 
 def shard(model: GPT) -> nn.Module:
-    """Return the network, of which each rank keeps its share."""
+    """Return the network, of which each rank keeps its shard."""
     return DistributedDataParallel(model)
 
 
@@ -67,7 +67,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sequences(rank: int, size: int) -> torch.Tensor:
-    """Return this rank's share of the sequences of a step."""
+    """Return this rank's shard of the sequences of a step."""
     random = torch.Generator().manual_seed(1)
     return torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=random)[rank::size]
 
