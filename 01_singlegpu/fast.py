@@ -21,7 +21,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"  # where `make data` puts MN
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch-size", type=int, default=128, help="images per step")
-    parser.add_argument("--steps", type=int, default=12, help="how many to train, 11 or more, of one epoch")
+    parser.add_argument("--steps", type=int, default=12, help="steps to train: at least 11, at most an epoch")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     parser.add_argument("--num-workers", type=int, default=4, help="processes that load images, at most")
     parser.add_argument("--trace", metavar="FILE", help="also write the timeline, such as trace.json.gz")

@@ -1,4 +1,4 @@
-"""Train the classic MNIST network on one GPU (on the CPU where there is none).
+"""Train the classic MNIST network on one GPU (or on the CPU, if there is none).
 
 Try: python mnist_singlegpu.py --epochs 2
 """

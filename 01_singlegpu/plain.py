@@ -1,9 +1,9 @@
-"""Train the classic MNIST network on one GPU (on the CPU where there is none), in plain PyTorch.
+"""Train the classic MNIST network on one GPU (or on the CPU, if there is none), in plain PyTorch.
 
-It saves its whole state as it goes, and when a signal says that its time is over. Started again, it resumes,
-and reaches the losses of a training that was never stopped.
+It saves its whole state every few hundred steps, and also when Slurm signals that the job is about to end.
+When you start it again it resumes, and it ends with the losses of a training that was never stopped.
 
-Try: python plain.py --epochs 2     end it with kill -9, and start it again
+Try: python plain.py --epochs 2     then end it with kill -9, and start it again
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that leaves out the first `done` samples of the epoch, which were trained on."""
+    """A DistributedSampler that skips the first `done` samples of an epoch, which are already trained on."""
 
     done = 0
 
@@ -62,7 +62,7 @@ class ResumableSampler(DistributedSampler):
 def obey_the_trainer(_worker: int) -> None:
     """Let a loader worker end when the training process sends SIGTERM, but not when Slurm does.
 
-    Slurm signals all processes of a job. A worker that ended by that would end the training, unsaved.
+    Slurm signals all processes of a job. If a worker ended then, the training would fail before it has saved.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     trainer = multiprocessing.parent_process().pid
@@ -137,7 +137,7 @@ def main() -> None:
         "worker_init_fn": obey_the_trainer,
         "generator": worker_seeds,
     }
-    # For one process this sampler only shuffles. Its order depends only on the epoch, also after a resume.
+    # One process uses this sampler only to shuffle. The order depends only on the epoch, also after a resume.
     sampler = ResumableSampler(train_set, num_replicas=1, rank=0, drop_last=True)
     batch_size = args.batch_size
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loader_options)

@@ -50,7 +50,7 @@ def main() -> None:
     opts = opts.resolve_batch_size(count, "replicas")
     set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
-    take_all_gpus(opts.seed)  # each drops different neurons
+    take_all_gpus(opts.seed)  # so that each GPU drops different neurons
     torch.set_num_threads(max(torch.get_num_threads() // count, 1))  # the replicas share the cores
 
     # By default all images go to the device once and stay there.

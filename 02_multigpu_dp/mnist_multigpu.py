@@ -30,7 +30,7 @@ def main() -> None:
     opts = opts.resolve_batch_size(gpus, "GPUs")
     set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
-    take_all_gpus(opts.seed)  # each drops different neurons
+    take_all_gpus(opts.seed)  # so that each GPU drops different neurons
 
     # By default all images go to the device once and stay there.
     train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
@@ -40,10 +40,10 @@ def main() -> None:
     # channels_last: the memory layout in which convolutions are fastest.
     model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
     if gpus > 1:
-        # At every step: copy the weights to each GPU, give each a slice of the batch, and add up
-        # the gradients on the first one.
+        # In every step, DataParallel copies the weights to each GPU, gives each a slice of the batch, and
+        # adds up the gradients on the first GPU.
         model = nn.DataParallel(model)
-        # It calls the replicas in threads, which autocast to float16 whatever the dtype in the step below.
+        # It runs the replicas in threads, where autocast would compute in float16 without this hook.
         model.module.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", torch.bfloat16))
     else:
         print(f"DataParallel needs at least 2 GPUs and finds {gpus}: this run is the plain model.")

@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that leaves out the first `done` samples of the epoch, which were trained on."""
+    """A DistributedSampler that skips the first `done` samples of an epoch, which are already trained on."""
 
     done = 0
 
@@ -65,7 +65,7 @@ class ResumableSampler(DistributedSampler):
 def obey_the_trainer(_worker: int) -> None:
     """Let a loader worker end when the training process sends SIGTERM, but not when Slurm does.
 
-    Slurm signals all processes of a job. A worker that ended by that would end the training, unsaved.
+    Slurm signals all processes of a job. If a worker ended then, the training would fail before it has saved.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     trainer = multiprocessing.parent_process().pid

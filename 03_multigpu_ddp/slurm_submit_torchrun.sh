@@ -15,7 +15,7 @@
 #SBATCH --output=%x-%j.log        # job name and number
 #SBATCH --signal=USR2@60          # a minute before the end: save a checkpoint,
 #SBATCH --requeue                 # go back to the queue,
-#SBATCH --open-mode=append        # and go on in the same log
+#SBATCH --open-mode=append        # and continue in the same log
 
 set -euo pipefail
 [[ -f ${SLURM_SUBMIT_DIR:-}/mnist_ddp.py ]] || { echo "error: submit it with sbatch from its folder: cd 03_multigpu_ddp" >&2; exit 1; }

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that leaves out the first `done` samples of the epoch, which were trained on."""
+    """A DistributedSampler that skips the first `done` samples of an epoch, which are already trained on."""
 
     done = 0
 

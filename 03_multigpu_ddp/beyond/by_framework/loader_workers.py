@@ -9,7 +9,7 @@ import threading
 def obey_the_trainer(_worker: int) -> None:
     """Let a loader worker end when the training process sends SIGTERM, but not when Slurm does.
 
-    Slurm signals all processes of a job. A worker that ended by that would end the training, unsaved.
+    Slurm signals all processes of a job. If a worker ended then, the training would fail before it has saved.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
     trainer = multiprocessing.parent_process().pid
