@@ -64,8 +64,10 @@ class Exercise:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.name.partition("_")[2]
+        self.stage = folder.parents[1]
+        self.readme = folder / "README.md"
         self.workspace = Workspace(folder / "mine")
-        header = HEADER.search((folder / "README.md").read_text())
+        header = HEADER.search(self.readme.read_text())
         self.title = header["title"]
         self.minutes = int(header["minutes"])
         self.step = int(header["step"] or EXTRA)
@@ -221,11 +223,6 @@ class Workbook:
         """Return the exercises that are not done."""
         return [exercise for exercise in self.exercises if exercise.name not in self.done]
 
-    @property
-    def next(self) -> Exercise | None:
-        """Return the next exercise of the core path, or else the first extra that is not done."""
-        return min(self.open, key=lambda exercise: exercise.step, default=None)
-
     def listed(self) -> str:
         """List the exercises, with a cross where one is done."""
         width = max(len(exercise.name) for exercise in self.exercises)
@@ -235,21 +232,38 @@ class Workbook:
             for number, exercise in enumerate(self.exercises, start=1)
         )
 
+
+class CorePath:
+    """The core exercises of all stages, in order, and which are done."""
+
+    def __init__(self, repository: Path) -> None:
+        self.stages = [folder.parent for folder in sorted(repository.glob("0*/exercises"))]
+        self.workbooks = [Workbook(stage / "exercises") for stage in self.stages]
+        every = [exercise for workbook in self.workbooks for exercise in workbook.exercises]
+        self.exercises = sorted(
+            (exercise for exercise in every if exercise.kind == "core"), key=lambda exercise: exercise.step
+        )
+        self.extras = len(every) - len(self.exercises)
+        still_open = [exercise for workbook in self.workbooks for exercise in workbook.open]
+        self.open = [exercise for exercise in self.exercises if exercise in still_open]
+
     def bar(self) -> str:
-        """Return a line with the progress, and the next exercise."""
+        """Return the progress in a line."""
         count = len(self.exercises)
         done = count - len(self.open)
-        bar = f"[{'#' * done}{'.' * (count - done)}] {done} of {count} done."
-        stages = [path.parent for path in sorted(self.folder.parents[1].glob("0*/exercises"))]
-        pages = [*(stage / "README.md" for stage in stages), self.folder.parents[1] / "YOUR_TRAINING.md"]
-        next_page = relative(pages[stages.index(self.folder.parent) + 1])
-        if not self.next:
-            return f"{bar} Next: {next_page}"
-        readme = relative(self.next.folder / "README.md")
-        next_exercise = f"{self.next.name} ({self.next.kind}), {self.next.minutes} minutes: read {readme}"
-        if self.next.kind == "core":
-            return f"{bar} Next: {next_exercise}"
-        return f"{bar} Next: {next_page} or {next_exercise}"
+        return f"Core path: [{'#' * done}{'.' * (count - done)}] {done} of {count} exercises done."
+
+    def next_step(self, stage: Path) -> str:
+        """Return a sentence with the next exercise, for somebody in this stage."""
+        if not self.open:
+            page = relative(stage.parent / "YOUR_TRAINING.md")
+            return f"The core path is done. Next: a training of your own, {page}, or an extra exercise."
+        following = self.open[0]
+        to_read = f"{following.name}, {following.minutes} minutes: read {relative(following.readme)}"
+        lessons = self.stages[self.stages.index(stage) + 1 :]
+        if following.stage in lessons:
+            return f"Next: the lesson {relative(lessons[0] / 'README.md')}. Then {to_read}"
+        return f"Next: {to_read}"
 
 
 def main(folder: Path, description: str) -> int:
@@ -271,8 +285,14 @@ def main(folder: Path, description: str) -> int:
         exercise.begin()
     if args.command:
         return args.act(workbook, workbook.find(args.name))
-    print_line(f"{workbook.listed()}\n\n{workbook.bar()}")
+    print_line(f"{workbook.listed()}\n\n{_progress(workbook)}")
     return 0
+
+
+def _progress(workbook: Workbook) -> str:
+    stage = workbook.folder.parent
+    path = CorePath(stage.parent)
+    return f"{path.bar()}\n{path.next_step(stage)}"
 
 
 def _check(workbook: Workbook, exercise: Exercise) -> int:
@@ -287,8 +307,9 @@ def _check(workbook: Workbook, exercise: Exercise) -> int:
     workbook.read()
     if exercise.name not in workbook.done:
         workbook.done.append(exercise.name)
-    print_line(f"{exercise.name}: done.\n{wrapped(conclusion)}\n\n{workbook.bar()}")
+    print_line(f"{exercise.name}: done.\n{wrapped(conclusion)}\n")
     workbook.save()
+    print_line(_progress(workbook))
     return 0
 
 

@@ -11,7 +11,7 @@ from trainkit.data import staging
 from trainkit.devices import build, device_name, usable_gpus
 from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.jobs import site, slurm, stages
-from trainkit.workshop.exercises import Workbook, relative
+from trainkit.workshop.exercises import CorePath, relative
 
 
 @entrypoint
@@ -38,18 +38,21 @@ def main() -> None:
     else:
         print_line("Slurm   here: submit.py sends jobs")
 
-    workbooks = [Workbook(stage.script.parent / "exercises") for stage in stages.STAGES.values()]
-    for workbook in workbooks:
-        print_line(f"\n{workbook.folder.parent.name}\n{workbook.listed()}")
-    unfinished = [workbook for workbook in workbooks if workbook.next and workbook.next.kind == "core"]
-    if not unfinished:
+    path = CorePath(stages.REPOSITORY)
+    names = max(len(exercise.name) for exercise in path.exercises)
+    print_line(f"\nThe core path, {len(path.exercises)} exercises ({path.extras} more are extra):")
+    for exercise in path.exercises:
         print_line(
-            "\nThe core path is done. Next: a training of your own, YOUR_TRAINING.md, or an extra exercise."
+            f"[{' ' if exercise in path.open else 'x'}] {exercise.step:2}  {exercise.stage.name:16}  "
+            f"{exercise.name:{names}}  {exercise.minutes:3} min  {exercise.title}"
         )
+    print_line(f"\n{path.bar()}")
+    if not path.open:
+        print_line(path.next_step(path.stages[0]))
         return
-    workbook = min(unfinished, key=lambda workbook: workbook.next.step)
-    stage = workbook.folder.parent
-    print_line(f"\n{workbook.bar()}\nThe lesson around it: {relative(stage / 'README.md')}. Go on with:")
+    following = path.open[0]
+    stage = following.stage
+    print_line(f"Next: {following.name}. Its lesson is {relative(stage / 'README.md')}. Type these commands:")
     activate = stages.REPOSITORY / ".venv" / "bin" / "activate"
     # A class may share another environment.
     if activate.exists():
