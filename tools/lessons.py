@@ -5,9 +5,10 @@ FILE "FIRST" "LAST"` (of a .py or .sh: from the line that contains FIRST to the 
 `table FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column
 of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV
 `medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, what a program
-has printed `output FILE.txt`, or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of
-what it has written, by its function `table` or, with `TOOL.FUNCTION`, by another. Paths are relative to the
-README. Run this file (`make lessons`) to bring all up to date, and the pictures that tools/pictures draws.
+has printed `output FILE.txt`, the `exercises` of the page's folder, or `bench TOOL FILE.csv ...`, the table
+that a tool in tools/bench makes of what it has written, by its function `table` or, with `TOOL.FUNCTION`, by
+another. Paths are relative to the README. Run this file (`make lessons`) to bring all up to date, and the
+pictures that tools/pictures draws.
 
 So is the notebook of stage 02: it is run, and what every run without a GPU shows alike is kept. A cell with
 the tag `fresh` measures. Its outputs are the reader's own, and none are committed.
@@ -37,6 +38,7 @@ from PIL import Image
 from trainkit.compare import comparison, report
 from trainkit.monitor import wording
 from trainkit.monitor.verdict import judge
+from trainkit.workshop.exercises import Workbook
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BENCH = REPOSITORY / "tools" / "bench"
@@ -91,6 +93,7 @@ def up_to_date(readme: Path) -> str:
             "medians": _medians,
             "verdict": _verdict,
             "output": _output,
+            "exercises": _exercises,
             "bench": _bench,
         }
         text = kinds[kind](readme.parent, *words)
@@ -198,6 +201,17 @@ def _verdict(folder: Path, name: str) -> str:
 def _output(folder: Path, name: str) -> str:
     """Return what a program has printed, as it is."""
     return f"```\n{(folder / name).read_text().rstrip()}\n```"
+
+
+def _exercises(folder: Path) -> str:
+    """List the exercises of a stage: the core ones by their step on the core path, then the extra ones."""
+    lists = {"core": [], "extra": []}
+    for exercise in Workbook(folder).exercises:
+        mark = f"{exercise.step}." if exercise.kind == "core" else "-"
+        link = f"[{exercise.name}]({exercise.folder.name})"
+        lists[exercise.kind].append(f"{mark} {link}, {exercise.minutes} minutes: {exercise.title}")
+    parts = [f"**{kind.capitalize()}**\n\n" + "\n".join(lines) for kind, lines in lists.items() if lines]
+    return "\n\n".join(parts)
 
 
 def _bench(folder: Path, tool: str, *names: str) -> str:
