@@ -81,6 +81,8 @@ WRONG = [
 WAITING_SECONDS = 30
 # and one that is cured for less than this.
 CURED_SECONDS = 25
+# A cure gains more than the wait explains if it gains more than this many times as much.
+MORE_THAN_THE_WAIT = 1.2
 
 
 class Watched(NamedTuple):
@@ -100,13 +102,21 @@ def check(workspace: Workspace) -> str:
     _check_images(workspace, cured.row["loader"])
     _check_answers(answers, first, cured)
     place = "first" if first.kinds[0] == "waiting_for_loader" else "and not as the worst"
+    times = cured.speed / first.speed
+    explained = 100 / (100 - first.waited)
+    rest = ""
+    if times > MORE_THAN_THE_WAIT * explained and first.row["device_name"].startswith("CPU"):
+        rest = (
+            f"The wait explains only {explained:.1f} times. The loader process also took a core from the "
+            "threads of the training, which wait for the slowest of them in every operation: with "
+            "OMP_NUM_THREADS=1 they do not, and the cure gains about what the wait explains. "
+        )
     return (
         f"Of 100 seconds, the training waited for {first.waited:.0f} (you expected {prediction:g}). Its "
         f"output does not mention that; the verdict names it, {place}. Now it waits for {cured.waited:.0f}, "
-        f"and is {cured.speed / first.speed:.1f} times as fast, with the same images. More workers, with a "
-        "core each, would have hidden the wait until a faster device shows it again. So first look at what "
-        "is done for each image. Do that for a whole batch, or once before the training, and only then add "
-        "workers."
+        f"and is {times:.1f} times as fast, with the same images. {rest}More workers, with a core each, "
+        "would have hidden the wait, until a faster device shows it again. So first look at what is done for "
+        "each image. Do that for a whole batch, or once before the training, and only then add workers."
     )
 
 
