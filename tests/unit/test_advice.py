@@ -151,7 +151,7 @@ def slower(devices: int, batch: int) -> float:
 
 
 def test_the_wording_of_an_answer(asked: Asked, tmp_path: Path) -> None:
-    """The page of results/README.md is what the program writes."""
+    """The answer that results/README.md shows is what the program writes."""
     arguments = (SAMPLE, "--target", 94, "--batch-size", "64,128,256,512")
     succeeded(asked(*arguments, "--out", tmp_path))
     committed = SAMPLE.parents[1] / "how_many" / "how_many_gpus.md"
@@ -275,7 +275,7 @@ def test_a_fixed_batch_per_gpu_is_compared_with_one_gpu_that_has_it(monkeypatch:
 
 @pytest.mark.full
 def test_what_others_published_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in results/README.md: the interval holds 85 % of what is left out of 19 series."""
+    """As in results/METHODS.md: the interval holds 85 % of what is left out of 19 series."""
     monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
     published = importlib.import_module("published")
     table = published.predictions()

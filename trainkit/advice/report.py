@@ -318,10 +318,10 @@ class AnswerText:
         else:
             tested = f"on runs left out of its fit, it is off by {100 * error:.1f} % (root mean square)"
         sentences = [
-            f"What was not measured is predicted by the model {model.model} (results/README.md says what it "
-            f"assumes); {tested}.",
+            f"What was not measured is predicted by the model {model.model} (results/METHODS.md explains "
+            f"it); {tested}.",
             "An interval should contain the truth in 9 of 10 cases, on this machine as it was then: it does "
-            "not cover another network, busy neighbours or another version of the program.",
+            "not cover a different network, busy neighbours or a different version of the program.",
         ]
         doubtful = doubts.sentence(comparison.compare(comparison.summarize(self.rows)))
         if doubtful:
