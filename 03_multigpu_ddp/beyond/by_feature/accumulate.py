@@ -1,4 +1,4 @@
-"""Train the classic MNIST network with DistributedDataParallel, each batch in micro-batches.
+"""Train the classic MNIST network with DistributedDataParallel, and split each batch into micro-batches.
 
 Try: torchrun --standalone --nproc-per-node=2 accumulate.py --accumulate 4 --epochs 2
 """
@@ -26,7 +26,7 @@ from trainkit.tuning import tune_process
 @entrypoint
 def main() -> None:
     accumulate = option(
-        4, type=at_least(1), metavar="K", help="micro-batches of a batch, one after the other"
+        4, type=at_least(1), metavar="K", help="micro-batches in a batch, computed one after the other"
     )
     opts = parse_options(__doc__, accumulate=accumulate)
     dist_env = init_distributed(

@@ -1,4 +1,4 @@
-"""Train with DistributedDataParallel and BatchNorm: over all ranks' images, or over each rank's own.
+"""Train with DistributedDataParallel and BatchNorm, over the images of all ranks or of each rank alone.
 
 Try: torchrun --standalone --nproc-per-node=2 batchnorm.py --epochs 2
 """
@@ -22,7 +22,7 @@ from trainkit.tuning import tune_process
 
 
 class NormedNet(Net):
-    """Net with BatchNorm behind each convolution."""
+    """Net with BatchNorm after each convolution."""
 
     def __init__(self, width: int, norm: type[nn.Module]) -> None:
         super().__init__(width)
@@ -31,16 +31,16 @@ class NormedNet(Net):
 
 
 def norm_layer(norm: str, device: torch.device) -> type[nn.Module]:
-    """Return the class of the layers for `--norm` sync or local."""
+    """Return the class of BatchNorm layers for `--norm` sync or local."""
     if norm == "local":
         return nn.BatchNorm2d
-    # PyTorch's own is for GPUs only.
+    # PyTorch's own SyncBatchNorm runs on GPUs only.
     return nn.SyncBatchNorm if device.type == "cuda" else SyncOnCPU
 
 
 @entrypoint
 def main() -> None:
-    norm = option("sync", choices=("sync", "local"), help="over all ranks' images, or each rank's own")
+    norm = option("sync", choices=("sync", "local"), help="over the images of all ranks, or of each rank")
     opts = parse_options(__doc__, norm=norm)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir

@@ -1,4 +1,4 @@
-"""Train the classic MNIST network with DistributedDataParallel, and end with the weights of its best epoch.
+"""Train the classic MNIST network with DistributedDataParallel, and keep the weights of the best epoch.
 
 Try: torchrun --standalone --nproc-per-node=2 best_epoch.py --validation 5000 --patience 3 --epochs 20
 """
@@ -30,7 +30,7 @@ def main() -> None:
         5000,
         type=at_least(1),
         metavar="N",
-        help="training images to choose the best epoch by, the same in every run",
+        help="training images that choose the best epoch, the same in every run",
         shapes_training=True,
     )
     opts = parse_options(__doc__, validation=validation)
@@ -47,7 +47,7 @@ def main() -> None:
     train_set, validation_set = hold_out(train_set, opts.validation)
     train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
     test_batches = eval_loader(test_set, opts, dist_env)
-    # --test-size is for the test alone: all images that are held out choose the best epoch.
+    # --test-size limits the test only. All held-out images help to choose the best epoch.
     validation_opts = replace(opts, test_size=None)
     validation_batches = eval_loader(validation_set, validation_opts, dist_env)
 
@@ -59,7 +59,7 @@ def main() -> None:
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    # Rank 0 keeps the best weights in its memory, and a checkpoint has them, too.
+    # Rank 0 keeps the best weights in its memory, and every checkpoint contains them, too.
     best = Best(model)
     run = Run(
         "ddp-best-epoch",

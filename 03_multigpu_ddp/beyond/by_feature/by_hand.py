@@ -1,4 +1,4 @@
-"""Train the classic MNIST network as DistributedDataParallel does, with its work written out.
+"""Train the classic MNIST network as DistributedDataParallel does, but write its work out.
 
 Try: torchrun --standalone --nproc-per-node=2 by_hand.py --epochs 2
 """
@@ -26,11 +26,11 @@ from trainkit.tuning import tune_process
 def main() -> None:
     flat = option(
         False,
-        help="average all gradients in one call, not one by one",
+        help="average all gradients in a single call instead of one by one",
     )
     forget = option(
         False,
-        help="do not average: the ranks drift apart",
+        help="do not average, so the ranks drift apart",
         shapes_training=True,
     )
     opts = parse_options(__doc__, flat=flat, forget=forget)
@@ -96,7 +96,7 @@ def average(tensors: list[torch.Tensor]) -> None:
 
 
 def average_in_one_call(tensors: list[torch.Tensor]) -> None:
-    """Do the same with all tensors joined into one, as in DistributedDataParallel's buckets."""
+    """Do the same with all tensors joined into one, as DistributedDataParallel does in its buckets."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     average([flat])
     means = flat.split([tensor.numel() for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Train as by_hand.py does, and send the gradients bucket by bucket while the backward pass goes on.
+"""Train as by_hand.py does, but send full buckets of gradients while the backward pass continues.
 
 Try: torchrun --standalone --nproc-per-node=2 by_hand_overlap.py --epochs 2
 """
@@ -20,37 +20,37 @@ from trainkit.training.precision import set_float32_precision
 from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
-BUCKET_GRADIENTS = 2**18  # 1 MB of float32: a bucket is sent when it has so many or more
+BUCKET_GRADIENTS = 2**18  # 1 MB of float32; a bucket is sent when it has at least this many
 
 
 class Buckets:
-    """Makes the gradients of a network their means over the ranks, each bucket sent as soon as it is full."""
+    """Averages the gradients of a network over the ranks, and sends each bucket as soon as it is full."""
 
     def __init__(self, model: nn.Module, at_once: bool, size: int = BUCKET_GRADIENTS) -> None:
         self.at_once = at_once
         self.size = size
-        self.bucket = []  # gradients that wait to be sent
-        self.sent = []  # buckets whose sums are on their way: their gradients, the sums, and the call
+        self.bucket = []  # gradients that have not been sent yet
+        self.sent = []  # buckets being added up: their gradients, their joined tensor, and the all-reduce
         for weights in model.parameters():
             weights.register_post_accumulate_grad_hook(self.ready)
 
     def ready(self, weights: torch.Tensor) -> None:
-        """Take a gradient that the backward pass has just computed; those of the last layers come first."""
+        """Take a gradient that the backward pass has just computed. The last layers come first."""
         self.bucket.append(weights.grad)
         if sum(gradient.numel() for gradient in self.bucket) >= self.size:
             self.send()
 
     def send(self) -> None:
-        """Begin to add up the bucket over the ranks."""
+        """Start to add up the bucket over the ranks."""
         flat = torch.cat([gradient.flatten() for gradient in self.bucket])
-        work = dist.all_reduce(flat, async_op=True)  # comes back before the sum is there
+        work = dist.all_reduce(flat, async_op=True)  # returns before the sum is complete
         if self.at_once:
             work.wait()
         self.sent.append((self.bucket, flat, work))
         self.bucket = []
 
     def finish(self) -> None:
-        """Send what is left, wait for all sums, and put the means in place."""
+        """Send the last bucket, wait for all sums, and replace the gradients by their means."""
         if self.bucket:
             self.send()
         for bucket, flat, work in self.sent:
@@ -66,7 +66,7 @@ def main() -> None:
     wait = option(
         "late",
         choices=("late", "at-once"),
-        help="for a bucket: before the update, or right after it is sent",
+        help="wait for all buckets before the update, or for each right after it is sent",
     )
     opts = parse_options(__doc__, wait=wait)
     dist_env = init_distributed(

@@ -1,4 +1,4 @@
-"""Train the classic MNIST network with DistributedDataParallel, the step captured in a CUDA graph.
+"""Train the classic MNIST network with DistributedDataParallel, with the step captured in a CUDA graph.
 
 Try: torchrun --standalone --nproc-per-node=1 captured.py --epochs 3 --batch-size 128
 """
@@ -26,9 +26,9 @@ def main() -> None:
     how = option(
         "captured",
         choices=("captured", "graphed", "eager"),
-        help="graphed: by make_graphed_callables; eager: as in mnist_ddp.py",
+        help="graphed: with make_graphed_callables; eager: as in mnist_ddp.py",
     )
-    compile_first = option(False, help="compile the network before that")
+    compile_first = option(False, help="compile the network first")
     opts = parse_options(__doc__, how=how, compile=compile_first)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir

@@ -1,4 +1,4 @@
-"""Train the classic MNIST network split over the ranks: weights, gradients and optimizer (FSDP, ZeRO).
+"""Train the classic MNIST network with its weights, gradients and optimizer split over the ranks (FSDP).
 
 Try: torchrun --standalone --nproc-per-node=2 fsdp.py --epochs 2
 """
@@ -31,7 +31,7 @@ from trainkit.tuning import tune_process
 @entrypoint
 def main() -> None:
     check_pytorch()
-    how = option("shard", choices=("shard", "ddp"), help="a shard of the network on each rank, or all of it")
+    how = option("shard", choices=("shard", "ddp"), help="each rank has a shard of the network, or all of it")
     opts = parse_options(__doc__, how=how)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
@@ -45,7 +45,7 @@ def main() -> None:
     train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
     train_batches = train_loader(train_set, opts, dist_env, augmentation(opts))
     test_batches = eval_loader(test_set, opts, dist_env)
-    # All ranks meet in every forward pass, so they need equal numbers of them in the evaluation, too.
+    # All ranks take part in every forward pass, so every rank needs the same number of test steps.
     test_steps_of_ranks = process_group.gather(len(test_batches))
     if len(set(test_steps_of_ranks)) > 1:
         raise UserError(

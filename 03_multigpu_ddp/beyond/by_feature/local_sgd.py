@@ -31,7 +31,7 @@ def main() -> None:
         4,
         type=at_least(1),
         metavar="N",
-        help="steps from one averaging to the next",
+        help="steps between two averagings",
         shapes_training=True,
     )
     opts = parse_options(__doc__, average_every=average_every)
@@ -54,7 +54,7 @@ def main() -> None:
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    # Between two averagings each rank has weights of its own, and an optimizer with a state of its own.
+    # Between two averagings, each rank has its own weights and its own state of the optimizer.
     run = Run(
         "local-sgd",
         opts,
@@ -66,10 +66,10 @@ def main() -> None:
         per_rank_state={"model": model, "optimizer": optimizer},
     )
     run.resume()  # continues where an earlier run stopped
-    # PyTorch advises DDP in place of a period of 1. Here it is measured what that costs.
+    # PyTorch recommends DDP instead of a period of 1, but we want to measure what a period of 1 costs.
     warnings.filterwarnings("ignore", "When period is 1")
     averager = PeriodicModelAverager(opts.average_every)
-    # It counts the steps, also those of an earlier run, and averages when their number is a multiple.
+    # The averager counts steps. After a resume, it has to include those of earlier starts.
     averager.step = lr_scheduler.last_epoch + 1
     for epoch in run.epochs():
         model.train()

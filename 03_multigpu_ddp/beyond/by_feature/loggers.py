@@ -1,4 +1,4 @@
-"""Train the classic MNIST network with DistributedDataParallel, and watch it while it runs.
+"""Train the classic MNIST network with DistributedDataParallel, and show its curves while it runs.
 
 Try: torchrun --standalone --nproc-per-node=2 loggers.py --logger tensorboard --epochs 2
 """
@@ -24,7 +24,7 @@ from trainkit.tuning import tune_process
 
 
 def logger_of(name: str, results_dir: Path) -> Logger:
-    """Return the logger of this name; each writes to a folder of its own, without any network."""
+    """Return the logger of this name. Each writes to its own folder, and needs no network."""
     if name == "wandb":
         return WandbLogger("mnist", folder=results_dir)
     if name == "mlflow":
@@ -35,7 +35,7 @@ def logger_of(name: str, results_dir: Path) -> Logger:
 @entrypoint
 def main() -> None:
     logger = option(
-        "tensorboard", choices=("tensorboard", "wandb", "mlflow"), help="what shows the training as it runs"
+        "tensorboard", choices=("tensorboard", "wandb", "mlflow"), help="the tool that shows the curves"
     )
     opts = parse_options(__doc__, logger=logger)
     dist_env = init_distributed(

@@ -45,7 +45,7 @@ def main() -> None:
     autocast = torch.autocast(dist_env.device.type, dtype=torch.float16)
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
-    # fp16 holds no numbers below 6e-8: the loss is multiplied, so that small gradients are not lost.
+    # fp16 has no numbers below 6e-8. The loss is multiplied by a factor, so that small gradients survive.
     scaler = torch.amp.GradScaler(dist_env.device.type, init_scale=2.0**12)
     run = Run(
         "ddp-fp16",
@@ -65,7 +65,7 @@ def main() -> None:
             with autocast:
                 loss = F.nll_loss(model(images), labels)
             scaler.scale(loss).backward()
-            # Left out if a gradient is inf, because the factor was too large. It is inf on all ranks alike.
+            # If a gradient is inf, the factor was too large, and all ranks skip this step.
             scaler.step(optimizer)
             scaler.update()
             lr_scheduler.step()

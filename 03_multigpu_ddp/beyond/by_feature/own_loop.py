@@ -1,7 +1,7 @@
-"""Train the classic MNIST network in a loop of your own, in plain PyTorch: the kit's Checkpointer keeps it.
+"""Train the classic MNIST network in a loop of your own, in plain PyTorch, with the kit's Checkpointer.
 
-It saves the whole state every 500 steps, and when a signal says that the time is over. Started again, it
-resumes, and reaches the losses of a training that was never stopped.
+It saves the whole state every 500 steps, and when a signal announces the end of the time limit. If you start
+it again, it resumes, and reaches the losses of a training that was never stopped.
 
 Try: torchrun --standalone --nproc-per-node=2 own_loop.py --epochs 2
 """

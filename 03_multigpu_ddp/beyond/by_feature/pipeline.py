@@ -1,4 +1,4 @@
-"""Train a deep network as a pipeline: each rank has some of its layers, computes them, and hands on.
+"""Train a deep network as a pipeline: each rank computes some of its layers, and passes on the output.
 
 Try: torchrun --standalone --nproc-per-node=2 pipeline.py --micro-batches 8 --epochs 2
 """
@@ -31,7 +31,7 @@ CLASSES = 10
 
 
 class Block(nn.Module):
-    """Two linear layers around 32 x `width` neurons, and a way past them. All blocks have the same work."""
+    """Two linear layers with 32 x `width` neurons between them, and a shortcut. All blocks cost the same."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """The blocks of stage number `stage` of `stages`; the last stage also has the layer of the classes.
+    """The blocks of stage number `stage` of `stages`; the last stage also has the output layer.
 
     The first stage takes images, float32 (n, 1, 28, 28), the others what the stage before returns, float32
     (n, 784). The last stage returns log-probabilities, float32 (n, 10). A block keeps its number in the whole
@@ -53,7 +53,7 @@ class Deep(nn.Module):
 
     def __init__(self, width: int, stage: int, stages: int) -> None:
         super().__init__()
-        # Every rank makes all blocks and keeps its own: so a block begins with the same weights on any
+        # Every rank creates all blocks and keeps its own, so a block starts with the same weights on any
         # number of ranks.
         all_blocks = [Block(width) for _ in range(BLOCKS)]
         numbers = range(stage * BLOCKS // stages, (stage + 1) * BLOCKS // stages)
@@ -97,7 +97,7 @@ def main() -> None:
         4,
         type=at_least(1),
         metavar="M",
-        help="micro-batches of a batch, in the pipeline behind each other",
+        help="micro-batches in a batch, which follow each other through the pipeline",
     )
     opts = parse_options(__doc__, micro_batches=micro_batches, precision=float32_precision())
     dist_env = init_distributed(
@@ -117,8 +117,8 @@ def main() -> None:
     set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
 
-    # Every rank takes every batch whole, as one process would: the first needs the images, the last the
-    # labels.
+    # Every rank takes every whole batch, as one process would. The first rank needs the images, and the
+    # last one the labels.
     train_set, test_set = load_dataset(opts.dataset, opts.data_dir)
     as_one_process = replace(dist_env, rank=0, world_size=1)
     train_batches = train_loader(train_set, opts, as_one_process, augmentation(opts))
@@ -147,8 +147,8 @@ def main() -> None:
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            # Forward for all micro-batches, then backward for all, each as soon as the neighbour has handed
-            # it on. Only the last rank computes losses, one of each micro-batch.
+            # Forward for all micro-batches, then backward for all, each as soon as it arrives from the
+            # neighbour. Only the last rank computes losses, one for each micro-batch.
             micro_losses = []
             if stage.is_first:
                 pipe.step(images, target=labels, losses=micro_losses)
@@ -156,14 +156,14 @@ def main() -> None:
                 pipe.step(target=labels, losses=micro_losses)
             optimizer.step()
             lr_scheduler.step()
-            # The run takes the mean over all ranks, and the others give 0: so the last rank gives a multiple.
+            # The run averages over all ranks, and the other ranks log 0, so the last rank logs a multiple.
             if stage.is_last:
                 loss = dist_env.world_size * torch.stack(micro_losses).mean()
             else:
                 loss = images.new_zeros(())
             run.log(loss=loss)
         tested = evaluate(InTurn(model, dist_env), test_batches, F.nll_loss)
-        # Every rank has counted all images, and the run adds up what the ranks have counted.
+        # Every rank has counted all images, and the run adds up these counts.
         run.end_of_epoch(epoch, tested._replace(samples=tested.samples // dist_env.world_size))
     run.finish()
     destroy_distributed()

@@ -1,8 +1,8 @@
 """Train the classic MNIST network in a loop of your own, in plain PyTorch, and write the record of a stage.
 
-The loop, the data and the network are this file's. The kit's Recorder writes the CSV, and its Checkpointer
-saves the whole state, that of the record as well. Stopped by a signal, or killed, and started again, it
-resumes, and its record has the rows of a training that was never stopped.
+The loop, the data and the network are in this file. The kit's Recorder writes the CSV, and its Checkpointer
+saves the whole state, including that of the record. If a signal stops the script, or it is killed, start it
+again. It then resumes, and the record has the rows of a training that was never stopped.
 
 Try: torchrun --standalone --nproc-per-node=2 recorded.py --epochs 2
 """
@@ -59,7 +59,7 @@ class ResumableSampler(DistributedSampler):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
+    parser.add_argument("--batch-size", type=int, default=64, help="images of all ranks per optimizer step")
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     parser.add_argument("--num-workers", type=int, default=4, help="processes that load images, at most")
     parser.add_argument("--save-every", type=int, default=500, help="steps from one checkpoint to the next")

@@ -1,4 +1,4 @@
-"""Train with DistributedDataParallel a network of which every second step leaves a branch out.
+"""Train with DistributedDataParallel, although every second step leaves out a branch of the network.
 
 Try: torchrun --standalone --nproc-per-node=2 unused.py --epochs 2
 """
@@ -23,7 +23,7 @@ from trainkit.tuning import tune_process
 class BranchedNet(Net):
     """Net with a branch around its input, which a step may skip.
 
-    With `always` such a step computes the branch all the same, and multiplies it by 0: the graph is one.
+    With `always`, such a step still computes the branch and multiplies it by 0, so the graph never changes.
     """
 
     def __init__(self, width: int, always: bool) -> None:
@@ -75,7 +75,7 @@ def main() -> None:
         model.train()
         for images, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            # By the number of steps so far, which is the same on all ranks.
+            # The number of steps so far is the same on all ranks.
             skip = lr_scheduler.last_epoch % 2 == 0
             with autocast:
                 loss = F.nll_loss(model(images, skip), labels)

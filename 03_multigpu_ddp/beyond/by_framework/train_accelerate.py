@@ -1,4 +1,4 @@
-"""Train with Accelerate, in a job that saves and comes back: at its time limit, and after preemption.
+"""Train with Accelerate, in a job that saves and resumes after its time limit or a preemption.
 
 Try: torchrun --standalone --nproc-per-node=2 train_accelerate.py
 """
@@ -30,7 +30,7 @@ def newest_checkpoint() -> Path | None:
 
 
 def save(accelerator: Accelerator, step: int) -> None:
-    """Save the whole state as `step_N`; a process killed meanwhile leaves the previous one intact."""
+    """Save the whole state as `step_N`. If the process is killed meanwhile, the previous one stays intact."""
     before = newest_checkpoint()
     accelerator.save_state(CHECKPOINTS / "unfinished")
     accelerator.wait_for_everyone()
@@ -47,7 +47,7 @@ def main() -> None:
         signal.signal(number, lambda number, _: signals_received.append(number))
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
-        # The same order of samples in a resumed epoch; and GLOBAL_BATCH_SIZE is split into the ranks' shards.
+        # A resumed epoch keeps its order of samples. GLOBAL_BATCH_SIZE is split into the ranks' shards.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, split_batches=True),
     )
     set_seed(1)

@@ -1,4 +1,4 @@
-"""Train with the Hugging Face Trainer, in a job that saves and comes back: at its limit, after preemption.
+"""Train with the Hugging Face Trainer, in a job that saves and resumes after its limit or a preemption.
 
 Try: torchrun --standalone --nproc-per-node=2 train_hf_trainer.py
 """
@@ -69,7 +69,7 @@ class StopOnSignal(TrainerCallback):
 
 
 class ResumableTrainer(Trainer):
-    """The Trainer has no option for the loader's `worker_init_fn`."""
+    """Sets the loader's `worker_init_fn`, for which the Trainer has no option."""
 
     def get_train_dataloader(self) -> DataLoader:
         loader = super().get_train_dataloader()

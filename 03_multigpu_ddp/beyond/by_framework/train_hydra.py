@@ -1,4 +1,4 @@
-"""Train with Hydra, in a job that saves and comes back: at its time limit, and after preemption.
+"""Train with Hydra, in a job that saves and resumes after its time limit or a preemption.
 
 Try: torchrun --standalone --nproc-per-node=2 train_hydra.py optimizer.lr=0.01
 """

@@ -1,4 +1,4 @@
-"""Train with Lightning, in a job that saves and comes back: at its time limit, and after preemption.
+"""Train with Lightning, in a job that saves and resumes after its time limit or a preemption.
 
 Try: torchrun --standalone --nproc-per-node=2 train_lightning.py
 """
@@ -66,7 +66,7 @@ class SaveAndStop(Callback):
         self.stopped = False
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        for number in (signal.SIGUSR2, signal.SIGTERM):  # Lightning has set its own for SIGTERM by now
+        for number in (signal.SIGUSR2, signal.SIGTERM):  # Lightning has set its own SIGTERM handler by now
             signal.signal(number, lambda number, _: self.signals_received.append(number))
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: object) -> None:
@@ -99,7 +99,7 @@ def main() -> None:
     )
     save_and_stop = SaveAndStop()
     trainer = Trainer(
-        devices=local_world_size,  # as in the job: Lightning compares this with Slurm's variables
+        devices=local_world_size,  # Lightning compares this with Slurm's variables
         num_nodes=world_size // local_world_size,
         max_epochs=EPOCHS,
         callbacks=[save_and_stop],

@@ -1,4 +1,4 @@
-"""Train a generative adversarial network: two networks, two optimizers, two losses in every step.
+"""Train a generative adversarial network, with two networks, two optimizers and two losses in every step.
 
 Try: torchrun --standalone --nproc-per-node=2 gan.py --epochs 5
 """
@@ -18,7 +18,7 @@ from trainkit.training.precision import set_float32_precision
 from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
-NOISE = 64  # random numbers that an image is made of
+NOISE = 64  # random numbers from which an image is made
 
 
 class Generator(nn.Sequential):
@@ -36,7 +36,7 @@ class Generator(nn.Sequential):
 
 
 class Critic(nn.Sequential):
-    """Rates how real images look, float32 (n, 1), as logits."""
+    """Rates how real images look; returns logits, float32 (n, 1)."""
 
     def __init__(self, width: int) -> None:
         super().__init__(
@@ -89,7 +89,7 @@ def main() -> None:
     run.resume()  # continues where an earlier run stopped
     for epoch in run.epochs():
         for images, _ in run.steps(epoch, train_batches):
-            # The noise belongs to the step: all ranks together draw what one would.
+            # The noise belongs to the step: all ranks together draw what one process would.
             generated = generator(run.noise(NOISE))
             critic_optimizer.zero_grad()
             # DDP needs one forward pass for each backward pass, so both kinds of images go through at once.

@@ -1,7 +1,7 @@
-"""Text for the GPTs by a small grammar, so that nothing is downloaded and the lowest possible loss is known.
+"""Generate text for the GPTs with a small grammar. It needs no download, and the lowest loss is known.
 
-Tokens are words. They lie on disk in shards, which every rank maps into its memory, and of which it reads
-what it needs: a text may be larger than the memory.
+Each word is a token. The tokens are on disk, in several files (shards). Every rank maps these into its memory
+and reads only what it needs, so a text may be larger than the memory.
 """
 
 import itertools
@@ -29,13 +29,14 @@ NOT_OURS = "{} is no text of this program: remove it, and it is written again."
 
 
 def _of_words(words: str) -> dict[str, float]:
-    """Frequent words first, as in a language: the second is half as likely as the first, and so on (Zipf)."""
+    """Give the second word half the probability of the first, the third a third, and so on (Zipf's law)."""
     weights = {word: 1 / rank for rank, word in enumerate(words.split(), start=1)}
     return {word: weight / sum(weights.values()) for word, weight in weights.items()}
 
 
-# What a symbol becomes, and how likely; what is no symbol is a word. A verb goes with its subject, in number,
-# whatever stands between them. A text can be read in one way only, or else `entropy_rate` were too high.
+# What a symbol becomes, and with which probability. All other names are words. A verb agrees with its subject
+# in number, whatever stands between them. Each text has only one reading; otherwise `entropy_rate` would be
+# too high.
 RULES: dict[str, dict[str, float]] = {
     "sentence": {"singular does .": 0.5, "plural do .": 0.5},
     "singular": {
@@ -77,7 +78,7 @@ OPTIONS = {
         128,
         type=at_least(len(WORDS), 2**16),
         metavar="N",
-        help="rows of the table of words; GPT-2 has 50304",
+        help="size of the vocabulary; GPT-2 has 50304",
         shapes_training=True,
     ),
     "shards": option(
@@ -104,9 +105,9 @@ OPTIONS = {
 
 
 def entropy_rate() -> float:
-    """Return the cost of a token, in nats, given the grammar and all before it: no loss is lower."""
+    """Return the mean cost of a token, in nats, given all before it. No loss on a long text is lower."""
     symbols = list(RULES)
-    # Row i: what one symbol i becomes, in the mean.
+    # Row i: how often each symbol is in what symbol i becomes, on average.
     children = np.array([_expected_counts(rule, symbols) for rule in RULES.values()])
     words = [sum(_expected_counts(rule, WORDS)) for rule in RULES.values()]
     entropies = [_entropy(rule) for rule in RULES.values()]
@@ -117,7 +118,7 @@ def entropy_rate() -> float:
 
 
 def _expected_counts(rule: dict[str, float], names: list[str]) -> list[float]:
-    """Return how often each symbol or word stands, in the mean, in what the rule makes."""
+    """Return how often each of the names is in what the rule makes, on average."""
     return [sum(p * text.split().count(name) for text, p in rule.items()) for name in names]
 
 
@@ -127,9 +128,9 @@ def _entropy(rule: dict[str, float]) -> float:
 
 
 def tokens(seed: str) -> Iterator[int]:
-    """Yield sentences without end, each independent of the others, as places of words in `WORDS`."""
+    """Yield independent sentences without end; a token is the index of a word in `WORDS`."""
     random = Random(seed)
-    # What comes next is last in a list, from where it is taken.
+    # The next symbol is the last in a list, from where it is taken.
     reversed_texts = {symbol: [text.split()[::-1] for text in rule] for symbol, rule in RULES.items()}
     bounds = {symbol: list(itertools.accumulate(rule.values())) for symbol, rule in RULES.items()}
     token_of_word = {word: token for token, word in enumerate(WORDS)}
@@ -144,12 +145,12 @@ def tokens(seed: str) -> Iterator[int]:
 
 
 def write(data_dir: Path, shards: int) -> list[Path]:
-    """Write the shards that are not there yet; returns all: the text for validation, then those to train on.
+    """Write the shards that are missing; return all, the text for validation first.
 
     Raises:
-        UserError: if they cannot be written, or a file that is there was not written by this.
+        UserError: if a shard cannot be written, or an existing file was not written by this function.
     """
-    folder = data_dir / f"grammar-{zlib.crc32(repr(RULES).encode()):08x}"  # another grammar, another text
+    folder = data_dir / f"grammar-{zlib.crc32(repr(RULES).encode()):08x}"  # a folder for each grammar
     validation = folder / "validation.uint16"
     paths = [validation, *(folder / f"{shard:05}.uint16" for shard in range(shards))]
     token_counts = dict.fromkeys(paths, SHARD_TOKENS)
@@ -169,7 +170,7 @@ def write(data_dir: Path, shards: int) -> list[Path]:
 
 
 class Text:
-    """Shards as windows of `context` tokens and the one that follows; two windows share one token."""
+    """Windows of `context` tokens and the one that follows; neighbouring windows share one token."""
 
     name = "grammar"
 
@@ -185,7 +186,7 @@ class Text:
         """Return windows, int64 (n, context + 1).
 
         Raises:
-            UserError: if a shard has tokens that are no words, or only zeros, which is no sentence.
+            UserError: if a window has tokens that are no words, or only zeros, which is no sentence.
         """
         chosen = []
         for index in indices:
@@ -199,7 +200,7 @@ class Text:
 
 
 def texts(opts: Options) -> tuple[Text, Text]:
-    """Return the texts to train on and to validate on, which rank 0 writes if they are not there yet."""
+    """Return the texts to train on and to validate on. Rank 0 writes them if they are missing."""
     paths = process_group.broadcast(process_group.on_rank_0(lambda: write(opts.data_dir, opts.shards)))
     return Text(paths[1:], opts.context), Text(paths[:1], opts.context)
 

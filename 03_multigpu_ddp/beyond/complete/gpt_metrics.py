@@ -1,4 +1,4 @@
-"""The fraction of the GPU's peak (MFU), the lowest loss there is, and the memory of a rank, for the GPTs."""
+"""Metrics of the GPTs: the fraction of the GPU's peak (MFU), the lowest possible loss, a rank's memory."""
 
 import math
 
@@ -19,8 +19,8 @@ FLOPS_PER_TFLOPS = 1e12
 def flops_per_token(model: nn.Module) -> int:
     """Count the operations of forward and backward of a GPT, before it is wrapped (PaLM, appendix B).
 
-    6 for each weight that is multiplied, and the attention, as if each token saw the whole context. What
-    activation checkpointing recomputes does not count.
+    These are 6 for each weight that is multiplied, and the attention, as if each token saw the whole context.
+    What activation checkpointing recomputes does not count.
     """
     context, width = model.positions.shape
     parameters = sum(parameter.numel() for parameter in model.parameters())

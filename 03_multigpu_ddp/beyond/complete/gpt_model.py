@@ -1,4 +1,4 @@
-"""The network of gpt.py and gpt_fsdp.py, its loss, its optimizer, and the options of both scripts."""
+"""The network of gpt.py and gpt_fsdp.py, its loss and its optimizer, and the options of both scripts."""
 
 import math
 
@@ -12,7 +12,7 @@ from trainkit.config.command_line import above_0, at_least
 from trainkit.config.options import MOST_IMAGES, Options, option
 from trainkit.errors import UserError
 
-# Some are options of every script, with values that fit this training.
+# Every script has some of these options; here they have values that fit this training.
 OPTIONS = {
     "layers": option(
         2,
@@ -25,7 +25,7 @@ OPTIONS = {
         4,
         type=at_least(1),
         metavar="N",
-        help="of the attention in each block",
+        help="attention heads in each block",
         shapes_training=True,
     ),
     "width": option(
@@ -52,13 +52,13 @@ OPTIONS = {
     ),
     "bf16_residuals": option(
         False,
-        help="with --precision bf16: what the blocks add to is bf16, too, as it always is in gpt_fsdp.py",
+        help="with --precision bf16: the residual stream is also bf16, as it always is in gpt_fsdp.py",
         shapes_training=True,
     ),
     "recipe": option(
         "adamw",
         choices=("adamw",),
-        help="warm-up, then a cosine",
+        help="AdamW, with a warm-up and then a cosine schedule",
         column="recipe",
     ),
     "lr": option(
@@ -112,7 +112,7 @@ class GPT(nn.Module):
     """A decoder-only transformer in the shape of GPT-2, without biases and dropout.
 
     Takes tokens, int64 (n, t), t at most `context`; returns the logits of what follows each, (n * t,
-    `vocabulary`). The blocks add to numbers of the type `residual_dtype`; None: that of the weights.
+    `vocabulary`). The blocks add to numbers of the type `residual_dtype`, by default that of the weights.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class GPT(nn.Module):
             if weights.dim() != 2:
                 continue
             std = 0.02
-            # Each block adds the outputs of these two to x, and the sum should not grow with the blocks.
+            # Each block adds the outputs of these two to x, and more blocks should not make the sum larger.
             if name.endswith(("mix.weight", "down.weight")):
                 std = 0.02 / math.sqrt(2 * layers)
             nn.init.normal_(weights, std=std)
@@ -176,23 +176,23 @@ def build_model(opts: Options) -> GPT:
 
 
 def compile_blocks(model: GPT) -> None:
-    """Have each block compiled, and what is compiled for one serves all of them.
+    """Compile each block. PyTorch compiles once, and uses the result for all blocks.
 
-    What DistributedDataParallel and fully_shard do is around the blocks, and not compiled.
+    What DistributedDataParallel and fully_shard do happens around the blocks, and is not compiled.
     """
     for block in model.blocks:
         block.forward = torch.compile(block.forward)
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Return what the true next tokens cost, in nats, in float32 whatever the logits are."""
+    """Return the cost of the true next tokens, in nats and in float32, whatever the type of the logits."""
     return F.cross_entropy(logits.float(), targets, reduction=reduction)
 
 
 def build_optimizer(
     opts: Options, model: nn.Module, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Return AdamW, which pulls only matrices towards 0, and a warm-up, then a cosine down to a tenth."""
+    """Return AdamW, with weight decay for matrices only, and a warm-up, then a cosine down to a tenth."""
     matrices = [weights for weights in model.parameters() if weights.dim() >= 2]
     vectors = [weights for weights in model.parameters() if weights.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -208,7 +208,7 @@ def build_optimizer(
 
 
 def run_name(name: str, opts: Options) -> str:
-    """Return the name for the record: that of the script, and what changes the speed and not the losses."""
+    """Return the name for the record: that of the script, and the options that change only the speed."""
     if opts.checkpoint_activations:
         name += "-recomputed"
     if opts.compile:

@@ -1,11 +1,11 @@
-"""The peaks in the datasheets: the most operations per second of a GPU, by precision."""
+"""The peak speed of each GPU in its datasheet, in operations per second, by precision."""
 
 import math
 import re
 
-# TFLOP/s, dense: many datasheets print twice as much for tf32, fp16 and bf16, which holds for matrices that
-# are half zeros. Source: NVIDIA's datasheet of each; for the GeForce, its white paper on Ada.
-# The keys are what PyTorch calls the GPU, without "NVIDIA"; {} stands for the size of its memory.
+# In TFLOP/s, for dense matrices. Many datasheets print twice as much for tf32, fp16 and bf16, which is only
+# true for matrices that are half zeros. Source: NVIDIA's datasheets, and its white paper on Ada for the
+# GeForce. The keys are PyTorch's names of the GPUs, without "NVIDIA"; {} stands for the size of the memory.
 PEAKS = {
     r"Tesla V100-(SXM2|SXM3)-{}": {"fp32": 15.7, "fp16": 125},
     r"Tesla V100-PCIE-{}": {"fp32": 14, "fp16": 112},
@@ -24,7 +24,7 @@ PEAKS = {
 
 
 def peak(device_name: str, precision: str) -> float:
-    """Return the peak TFLOP/s of one device; NaN if it is not in the table, as a CPU or a slice (MIG)."""
+    """Return the peak TFLOP/s of one device, or NaN if it is not in the table, like a CPU or a MIG slice."""
     name = device_name.removeprefix("NVIDIA ")
     for kind, by_precision in PEAKS.items():
         if re.fullmatch(kind.replace("{}", r"\d+GB"), name):

@@ -1,4 +1,4 @@
-"""Train an LSTM on sequences of unequal length, with clipped gradients and a rate that falls on a plateau.
+"""Train an LSTM on sequences of unequal length, with gradient clipping and a plateau schedule.
 
 Try: torchrun --standalone --nproc-per-node=2 lstm.py --loader workers --epochs 4
 """
@@ -20,7 +20,7 @@ from trainkit.tuning import tune_process
 
 
 class Sums(torch.utils.data.Dataset):
-    """The adding problem: of a sequence of numbers two are marked, and the target is their sum."""
+    """The adding problem: two numbers of a sequence are marked, and the target is their sum."""
 
     name = "adding problem"
 
@@ -32,7 +32,7 @@ class Sums(torch.utils.data.Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # So a sequence is the same in every epoch and on any rank.
+        # With this generator, a sequence is the same in every epoch and on any rank.
         random = generator(self.seed, index)
         numbers = torch.rand(5 + index % 11, generator=random)
         marks = (torch.randperm(len(numbers), generator=random) < 2).float()
@@ -100,12 +100,12 @@ def main() -> None:
             with autocast:
                 loss = F.mse_loss(model(sequences), sums)
             loss.backward()
-            # The gradients are the mean over all ranks by now, so each rank computes the same norm.
+            # DDP has averaged the gradients over all ranks by now, so each rank computes the same norm.
             gradient_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()
             run.log(loss=loss, gradient_norm=gradient_norm)
         tested = evaluate(model, test_batches, F.mse_loss, autocast)
-        # By the loss of all ranks. The checkpoint of end_of_epoch keeps the scheduler, so this comes first.
+        # This is the loss of all ranks. The checkpoint of end_of_epoch has the scheduler, so step it first.
         lr_scheduler.step(tested.loss)
         run.end_of_epoch(epoch, tested)
     run.finish()

@@ -1,7 +1,7 @@
-"""Train torchvision's ResNet-18 on a folder of images, its BatchNorm over the images of all ranks.
+"""Train torchvision's ResNet-18 on a folder of images, with BatchNorm over the images of all ranks.
 
 Try: torchrun --standalone --nproc-per-node=2 resnet.py --images DIR --loader workers --num-workers 4
-DIR/train and DIR/val have a folder for each class. Scale images of 16 bits to 8 before: Pillow clips them.
+DIR/train and DIR/val have a folder for each class. Scale 16-bit images to 8 bits first: Pillow clips them.
 """
 
 from pathlib import Path
@@ -29,13 +29,13 @@ OPTIONS = {
         Path("images"),
         type=Path,
         metavar="DIR",
-        help="has train/ and val/, and they a folder per class",
+        help="the folder with train/ and val/, each of which has a folder per class",
     ),
     "size": option(
         224,
         type=at_least(32),
         metavar="N",
-        help="pixels of a side of an image",
+        help="height and width of an image, in pixels",
         shapes_training=True,
     ),
     "lr": option(
@@ -59,7 +59,7 @@ def read(folder: Path, size: int) -> tuple[ImageFolder, ImageFolder]:
             transforms.Resize(size),
             transforms.CenterCrop(size),
             transforms.ToTensor(),
-            # The means and deviations of ImageNet's colours.
+            # The means and standard deviations of ImageNet's colours.
             transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
         ]
     )
@@ -89,7 +89,7 @@ def main() -> None:
     train_batches = train_loader(train_set, opts, dist_env)
     val_batches = eval_loader(val_set, opts, dist_env)
 
-    # PyTorch's own SyncBatchNorm is for GPUs only.
+    # PyTorch's own SyncBatchNorm runs on GPUs only.
     norm_layer = nn.SyncBatchNorm if dist_env.device.type == "cuda" else SyncOnCPU
     model = resnet18(num_classes=len(train_set.classes), norm_layer=norm_layer)
     model = model.to(dist_env.device, memory_format=torch.channels_last)
@@ -112,7 +112,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             run.log(loss=loss)
-        # Once per epoch. The checkpoint of end_of_epoch keeps the scheduler, so this comes first.
+        # Once per epoch. The checkpoint of end_of_epoch has the scheduler, so step it first.
         lr_scheduler.step()
         run.end_of_epoch(epoch, evaluate(model, val_batches, F.cross_entropy, autocast))
     run.finish()

@@ -1,4 +1,4 @@
-"""Train a classifier on a table with DistributedDataParallel: categories, a rare class, and exact metrics.
+"""Train a classifier on a table with a rare class: class weights and metrics are exact over all ranks.
 
 Try: torchrun --standalone --nproc-per-node=2 tabular.py --epochs 3
 """
@@ -24,14 +24,14 @@ from trainkit.training.precision import set_float32_precision
 from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
-VECTOR = 4  # numbers that are learned for each category
+VECTOR = 4  # learned numbers for each category
 
 
 class TableNet(nn.Module):
     """Two hidden layers over the numbers of a row and a learned vector for each of its categories.
 
-    Takes the rows of `tabular_data.load`, float32 (n, 12), and returns float32 (n, 3): the logarithms of the
-    probabilities, but for a constant. The hidden layers have 4 * `width` neurons.
+    Takes the rows of `tabular_data.load`, float32 (n, 12), and returns the logits of the classes, float32
+    (n, 3). The hidden layers have 4 * `width` neurons.
     """
 
     def __init__(self, width: int) -> None:
@@ -64,7 +64,7 @@ def main() -> None:
         1,
         type=at_least(1),
         metavar="K",
-        help="micro-batches of a batch, one after the other",
+        help="micro-batches in a batch, computed one after the other",
     )
     opts = parse_options(__doc__, weights=weights, accumulate=accumulate, precision=float32_precision())
     dist_env = init_distributed(
@@ -107,7 +107,7 @@ def main() -> None:
         model.train()
         for rows, labels in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            # A weighted mean divides by the sum of the weights: that of the whole batch, on all ranks.
+            # A weighted mean divides by the sum of the weights: here of the whole batch, on all ranks.
             batch_weight = process_group.sum_in_place(class_weights[labels].sum())
             loss = 0
             micro_batches = zip(rows.chunk(opts.accumulate), labels.chunk(opts.accumulate), strict=True)
@@ -117,11 +117,11 @@ def main() -> None:
                 with nullcontext() if is_last else model.no_sync():
                     logits = model(micro_rows)
                     if opts.weights == "naive":
-                        # Divides by the sum of the weights of this micro-batch.
+                        # This divides by the sum of the weights of this micro-batch only.
                         mean_loss = F.cross_entropy(logits, micro_labels, class_weights)
                         micro_loss = mean_loss / opts.accumulate
                     else:
-                        # DDP will divide by the number of ranks, which this takes back.
+                        # DDP will divide by the number of ranks, so multiply by it.
                         loss_sum = F.cross_entropy(logits, micro_labels, class_weights, reduction="sum")
                         micro_loss = loss_sum * dist_env.world_size / batch_weight
                     micro_loss.backward()

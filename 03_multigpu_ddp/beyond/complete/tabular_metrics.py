@@ -1,4 +1,4 @@
-"""Metrics of a classifier over all ranks: made of counts, which can be summed up, as means cannot."""
+"""Metrics of a classifier over all ranks, computed from counts, which unlike means can be added up."""
 
 import torch
 import torch.nn.functional as F
@@ -6,15 +6,15 @@ import torch.nn.functional as F
 from trainkit.distributed import process_group
 from trainkit.training.evaluation import Metric
 
-BINS = 10  # of confidence, for the calibration
+BINS = 10  # bins of confidence, for the calibration
 
 
 class Counts:
-    """Counts of one evaluation: give `loss` to `evaluate`, then ask for the metrics.
+    """The counts of one evaluation. Pass `loss` to `evaluate`, and then call `metrics`.
 
-    `confusion` (classes, classes) has the rows of each class (first index) that were taken for each class.
-    `bins` (BINS, 3) has the rows whose confidence is in each tenth of 0 to 1, the sum of their confidence,
-    and how many of them are right. The confidence is the probability of the class that was chosen.
+    `confusion` (classes, classes) has the number of rows of each class (first index) that were taken for each
+    class. `bins` (BINS, 3) has, for each tenth of confidence, the number of rows, the sum of their
+    confidence, and how many of them are right. The confidence is the probability of the chosen class.
     `probabilities` (classes,) are the sums of the probabilities. All are float64, in which counts are exact.
     """
 
@@ -24,7 +24,7 @@ class Counts:
         self.probabilities = torch.zeros(classes, dtype=torch.float64, device=device)
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Return the cross entropy, without weights, of a batch, and count its rows; `evaluate` calls it."""
+        """Return the cross entropy of a batch, without weights, and count its rows. `evaluate` calls it."""
         classes = len(self.confusion)
         probabilities = output.double().softmax(1)
         self.probabilities += probabilities.sum(0)
@@ -37,13 +37,14 @@ class Counts:
         return F.cross_entropy(output, targets, reduction=reduction)
 
     def metrics(self, names: tuple[str, ...]) -> list[Metric]:
-        """Return the metrics of all ranks' rows together; all ranks have to call it. `names` are the classes.
+        """Return the metrics of all ranks' rows together. All ranks have to call it. `names` are the classes.
 
-        Per class precision, recall, F1, its share of the rows, and its mean probability, which should be that
-        share; balanced accuracy; the confusion; the bins of the calibration, and its expected error. What has
-        no rows is NaN, such as the precision of a class that was never chosen.
+        These are, for each class, precision, recall, F1, its share of the rows, and its mean probability,
+        which should equal the share; the balanced accuracy; the confusion matrix; the bins of the
+        calibration, and its expected error. A metric without rows is NaN, such as the precision of a class
+        that was never chosen.
         """
-        # The only step that knows of ranks: sums of counts first, quotients afterwards.
+        # This is the only step that involves other ranks: counts are added up first, and divided afterwards.
         confusion = process_group.sum_in_place(self.confusion).cpu()
         rows, confidence, right = process_group.sum_in_place(self.bins).cpu().unbind(1)
         probabilities = process_group.sum_in_place(self.probabilities).cpu()

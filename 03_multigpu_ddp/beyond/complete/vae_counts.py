@@ -1,4 +1,4 @@
-"""Train a variational autoencoder on gene counts with DistributedDataParallel; the page is SPECIAL_LOSSES.md.
+"""Train a variational autoencoder on gene counts with DistributedDataParallel (see SPECIAL_LOSSES.md).
 
 Try: torchrun --standalone --nproc-per-node=2 vae_counts.py --epochs 100 --gamma 0.95 --patience 3
 """
@@ -29,15 +29,15 @@ LATENT = 10  # numbers in the state of a cell
 TRAIN_CELLS = 5_000  # without --train-size
 MAX_TRAIN_CELLS = 100_000
 TEST_CELLS = 2_000
-KL_WARMUP_CELLS = 20_000  # trained on until the KL divergence counts in full
-# Of a cell: the counts of its genes, a 1 in the column of its plate, and the noise of its evaluation.
+KL_WARMUP_CELLS = 20_000  # after this many, the KL divergence counts in full
+# The columns of a cell: the counts of its genes, a 1 for its plate, and the noise for its evaluation.
 COLUMNS = (GENES, PLATES, LATENT)
 
 
 def draw_cells(count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw cells of one known negative binomial model, the same on every rank and at every --seed.
 
-    `part` is 1 for training, 2 for cells that are held out: others of the same model.
+    `part` is 1 for training, and 2 for the held-out cells, which come from the same model.
 
     Returns:
         Inputs, float32 (count, sum(COLUMNS)), and the true type of each cell, int64 (count,).
@@ -46,7 +46,7 @@ def draw_cells(count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     random = np.random.default_rng(part)
     log_level = tissue.normal(0, 1, GENES)
     log_of_type = tissue.normal(0, 0.35, (TYPES, GENES))
-    log_of_plate = tissue.normal(0, 0.5, (PLATES, GENES))  # each catches some genes better than others
+    log_of_plate = tissue.normal(0, 0.5, (PLATES, GENES))  # each plate catches some genes better than others
     dispersion = tissue.uniform(1, 5, GENES)
     types = random.integers(TYPES, size=count)
     plates = random.integers(PLATES, size=count)
@@ -71,9 +71,9 @@ class Output(NamedTuple):
 
 
 class CountsVAE(nn.Module):
-    """Encoder to a latent state, and decoder to a negative binomial distribution of every gene's count.
+    """Encodes cells to a latent state, and decodes it to a negative binomial distribution for every gene.
 
-    The decoder is given the plate, so the latent state need not hold it. A critic still tries to infer the
+    The decoder gets the plate, so the latent state need not contain it. A critic still tries to infer the
     plate from the latent state, and the encoder learns to leave no trace of it.
     """
 
@@ -100,7 +100,7 @@ class CountsVAE(nn.Module):
         state = mean + (0.5 * log_variance).exp() * noise
         log_shares = self.decoder(torch.cat([state, plates], dim=1)).log_softmax(dim=1)
         log_means = log_shares + counts.sum(dim=1, keepdim=True).clamp(min=1).log()
-        # The same numbers as `state`, but the gradient's sign is changed: what helps the critic is unlearned.
+        # This equals `state`, but with the opposite gradient, so the encoder unlearns what helps the critic.
         guess = self.critic(2 * state.detach() - state) if ask_critic else None
         return Output(
             dispersion=self.log_dispersion.exp(),
@@ -122,7 +122,7 @@ def _two_layers(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
 def negative_elbo(
     output: Output, counts: torch.Tensor, reduction: str = "mean", kl_weight: float = 1.0
 ) -> torch.Tensor:
-    """Return the cost of a cell's counts and its latent state together, in nats: mean or sum."""
+    """Return the cost of the cells' counts and latent states together, in nats, as a mean or sum."""
     distribution = NegativeBinomial(output.dispersion, logits=output.logits, validate_args=False)
     of_counts = -distribution.log_prob(counts).sum(dim=1)
     kl = 0.5 * (output.mean.square() + output.log_variance.exp() - 1 - output.log_variance).sum(dim=1)
@@ -133,7 +133,7 @@ def negative_elbo(
 @entrypoint
 def main() -> None:
     graph = option(
-        "find", choices=("find", "plain"), help="plain: without find_unused_parameters, which fails"
+        "find", choices=("find", "plain"), help="with find_unused_parameters, or without it, which fails"
     )
     opts = parse_options(__doc__, graph=graph, precision=float32_precision())
     dist_env = init_distributed(
@@ -144,7 +144,7 @@ def main() -> None:
     set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed)
 
-    # The counts are what goes in and what is to come out.
+    # The counts are both the input and the target.
     train_count = min(opts.train_size or TRAIN_CELLS, MAX_TRAIN_CELLS)
     train_inputs, _ = draw_cells(train_count, part=1)
     test_inputs, _ = draw_cells(TEST_CELLS, part=2)
@@ -168,7 +168,7 @@ def main() -> None:
         model.train()
         for inputs, counts in run.steps(epoch, train_batches):
             optimizer.zero_grad()
-            # Those done so far, also by an earlier process: alike on all ranks.
+            # The steps so far, including those of earlier starts. They are the same on all ranks.
             step = lr_scheduler.last_epoch
             output = model(inputs, run.noise(LATENT), ask_critic=step % 2 == 1)
             kl_weight = min(1, step * opts.batch_size / KL_WARMUP_CELLS)

@@ -1,4 +1,4 @@
-"""Train the classic MNIST network by Lightning, as mnist_ddp.py does without: same batches, same record.
+"""Train the classic MNIST network with Lightning, on the same batches as mnist_ddp.py, with its record.
 
 Try: torchrun --standalone --nproc-per-node=2 mnist_lightning.py --epochs 2
 """
@@ -56,7 +56,7 @@ class Training(LightningModule):
         self.on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def configure_optimizers(self) -> dict:
-        # Without "step" Lightning would call the schedule once per epoch.
+        # By default, Lightning would step the schedule once per epoch.
         every_step = {"scheduler": self.lr_scheduler, "interval": "step"}
         return {"optimizer": self.optimizer, "lr_scheduler": every_step}
 
@@ -64,7 +64,7 @@ class Training(LightningModule):
         return Steps(self)
 
     def on_train_start(self) -> None:
-        # Lightning's own, set a moment ago, waits for the other ranks, wherever the signal meets this one.
+        # Lightning has just set its own handler, which waits for the other ranks wherever the signal comes.
         signal.signal(signal.SIGTERM, self.on_sigterm)
 
     def on_train_epoch_start(self) -> None:
@@ -75,33 +75,33 @@ class Training(LightningModule):
         with self.autocast:
             loss = F.nll_loss(self.net(images), labels)
         self.run.log(loss=loss)
-        return loss  # Lightning does zero_grad, backward and both steps
+        return loss  # Lightning then does zero_grad, backward and both steps
 
     def optimizer_step(self, epoch: int, step: int, optimizer: object, backward: Callable) -> None:
-        backward()  # otherwise Lightning calls it within `step`, and the rank's own time cannot be measured
+        backward()  # or Lightning calls it within `step`, and the rank's own time cannot be measured
         optimizer.step()
 
     def on_train_epoch_end(self) -> None:
         self.run.end_of_epoch(self.epoch, evaluate(self.net, self.test_batches, F.nll_loss, self.autocast))
         self.epoch = next(self.epochs, None)
-        self.trainer.should_stop = self.epoch is None  # also by --stop-at and --patience
+        self.trainer.should_stop = self.epoch is None  # also after --stop-at or --patience
 
 
 class Steps:
-    """The batches of an epoch, on the clock of `run`, which saves and stops between two of them."""
+    """The batches of an epoch, timed by `run`, which saves and stops between two of them."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
 
     def __len__(self) -> int:
-        return len(self.training.train_batches) + 1  # asked for one more, `run.steps` comes to its end
+        return len(self.training.train_batches) + 1  # `run.steps` ends when it is asked for one more
 
     def __iter__(self) -> Iterator[Batch]:
         yield from self.training.run.steps(self.training.epoch, self.training.train_batches)
 
 
 class Ranks(LightningEnvironment):
-    """Gives Lightning this rank, from `init_distributed`, whatever has started the processes."""
+    """Tells Lightning the rank that `init_distributed` found, however the processes were started."""
 
     creates_processes_externally = True
 
@@ -118,7 +118,7 @@ class Ranks(LightningEnvironment):
 
 @entrypoint
 def main() -> None:
-    # What it says of GPUs, of its limits and of its makers' products is no part of the log; warnings are.
+    # The log needs Lightning's warnings, but not its notes on GPUs, its limits and its makers' products.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
     opts = parse_options(__doc__)
@@ -131,12 +131,12 @@ def main() -> None:
     torch.manual_seed(opts.seed + dist_env.rank)  # different dropout on each rank; DDP equalises the weights
     training = Training(opts, dist_env)
     ddp = DDPStrategy(
-        parallel_devices=[dist_env.device] * dist_env.local_world_size,  # it takes that of the local rank
+        parallel_devices=[dist_env.device] * dist_env.local_world_size,  # it takes the local rank's
         cluster_environment=Ranks(dist_env),
         gradient_as_bucket_view=True,
     )
     if training.epoch:
-        # Most of it is to leave out what the run has already; `should_stop` ends it.
+        # Most options switch off what `Run` already does. `should_stop` ends the training.
         Trainer(
             strategy=ddp,
             num_nodes=dist_env.num_nodes,
