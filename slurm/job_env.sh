@@ -1,48 +1,48 @@
-# shellcheck shell=bash disable=SC2034  # what it sets is used by the job scripts
-# The part of a job that is the same in every job script, which sources this at its beginning. It asks Slurm
-# and the node about the job, reads slurm/site.sh, makes the Python environment ready, and starts the monitor,
-# which samples each node while the ranks train (unless SITE_MONITOR is off). When the job script ends, `finish`
-# ends the monitor, and sends a job that was stopped by a signal, and has saved, back to the queue.
+# shellcheck shell=bash disable=SC2034  # the job scripts use the variables that this sets
+# Every job script sources this file at its beginning. It asks Slurm and the node about the job, reads
+# slurm/site.sh, activates the Python environment, and starts the monitor, which samples each node while the ranks
+# train (unless SITE_MONITOR is off). When the job script ends, `finish` ends the monitor, and requeues a job that
+# has saved after a signal.
 #
-# What there is to decide is decided by trainkit/jobs/in_job.py, in Python: how the job begins
-# (trainkit/jobs/beginning.py), why it failed, and its exit code (trainkit/jobs/ending.py).
+# Python makes the decisions (trainkit/jobs/in_job.py): how the job begins (trainkit/jobs/beginning.py), why it
+# failed, and which exit code it has (trainkit/jobs/ending.py).
 #
-# `choose_training` prints what it trains; in a job of submit.py, which does not call it, `tell_script` does.
+# `choose_training` prints which script the job runs; a job of submit.py calls `tell_script` instead.
 #
-# For the launch line it sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and SITE_CONTAINER, and
+# For the launch line this file sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and SITE_CONTAINER, and
 # `choose_training` sets TRAINING. For the ranks it exports MASTER_ADDR and MASTER_PORT.
 #
-# Where the job script's first argument is --plain, or an option for it, they name a script that knows nothing of
-# the kit (trainkit/jobs/program.py). A sweep sets `name_in_sweep`, and `array_of_runs` where it sends several runs as an
-# array.
+# If the first argument of the job script is --plain, or an option that belongs to --plain, the arguments name a
+# script that knows nothing of the kit (trainkit/jobs/program.py). A sweep sets `name_in_sweep`, and `array_of_runs`
+# if it submits several runs as an array.
 
-launcher=srun         # of the ranks; slurm_submit_torchrun.sh sets another
-begun=""              # whether Python has answered how the job begins
-ended_from_outside="" # whether it was sent SIGTERM or SIGHUP
-resumes_unsaved=""    # whether its script needs no note that it has saved to come back (--when-requeued)
-requeued=""           # whether it is on its way back to the queue
+launcher=srun         # what starts the ranks; slurm_submit_torchrun.sh sets torchrun
+begun=""              # whether Python has decided how the job begins
+ended_from_outside="" # whether this shell has received SIGTERM or SIGHUP
+resumes_unsaved=""    # whether the job is requeued without a note that it has saved (--when-requeued)
+requeued=""           # whether the job is on its way back to the queue
 monitor=""            # the process id of the monitor
-code_folder=""        # that of a plain script, whose git is asked for the commit
+code_folder=""        # the folder of a plain script, whose commit git is asked for
 
-# --- what Slurm says of this job --------------------------------------------------------------------
-# A job of an array has a number of its own, but for one, which has the array's: by that Slurm means them all.
-# A job that is sent by another has that one's SLURM_ARRAY_... in its environment.
+# --- what Slurm knows about this job ----------------------------------------------------------------
+# Each job of an array has a number of its own, except one: it has the number of the array, by which Slurm means
+# all of them. A job that was submitted from within a different one inherits its SLURM_ARRAY_... variables.
 this_job=${SLURM_JOB_ID:-none}
 if [[ ${SLURM_ARRAY_JOB_ID:-} == "$this_job" ]]; then
     this_job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
-unset SLURM_TIME_FORMAT # of times in the answer
+unset SLURM_TIME_FORMAT # it would change the times in the answer
 facts=$(scontrol --oneliner show job "$this_job" 2>/dev/null) || facts=""
 
-# sbatch gives a job all variables of the shell that it is called from. In a shell within a job (salloc, srun
-# --pty, a notebook on a node) some are that job's, and srun would take them for its own options (man srun,
-# INPUT ENVIRONMENT VARIABLES): it would put all ranks on the cores of that shell, or refuse them. So srun gets
-# none of them until Python has told which are this job's. What slurm/site.sh exports stays.
+# A job inherits all variables of the shell in which sbatch was called. If that shell was within a job (salloc,
+# srun --pty, a notebook on a node), some of them describe that job, and srun would take them for its own options
+# (man srun, INPUT ENVIRONMENT VARIABLES): it would put all ranks on the cores of that shell, or refuse them. So srun
+# gets none of them until Python has determined which are this job's. What slurm/site.sh exports stays.
 export -n "${!SRUN_@}" "${!SLURM_CPU_BIND@}" "${!SLURM_CPU_FREQ@}" "${!SLURM_DIST@}" "${!SLURM_GPU_@}" \
     "${!SLURM_GPUS_PER_@}" "${!SLURM_LAUNCH_@}" "${!SLURM_MEM_@}" "${!SLURM_SRUN_@}" "${!SLURM_STEP@}" \
     "${!SLURM_TRES_@}" SLURM_{CPUS_PER_GPU,GPUS,NTASKS_PER_GPU,NTASKS_PER_TRES,EXACT,EXCLUSIVE,OVERLAP} \
     SLURM_{OVERCOMMIT,LABELIO,CONSTRAINT,{,TASK_}{PROLOG,EPILOG},STD{IN,OUT,ERR}MODE,EXPORT_ENV}
-# These are of the user's shell. slurm/site.sh may set its own.
+# The user's shell may export these; slurm/site.sh may set its own.
 unset MASTER_ADDR MASTER_PORT
 
 # --- the site ---------------------------------------------------------------------------------------
@@ -52,42 +52,42 @@ source "${BASH_SOURCE[0]%/*}/site_env.sh"
 # The job's own folder, for its checkpoints, samples and notes (trainkit/job_folder.py).
 export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
 watching=$TRAINKIT_JOB_DIR/monitor
-# If this start fails before Python runs, nobody is to read how an earlier one has ended.
+# If this start fails before Python runs, nobody must read how an earlier start ended.
 rm -f "$TRAINKIT_JOB_DIR/outcome.json"
 plain=""
 case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node) plain=1 ;; esac
 if [[ $plain ]]; then
-    # A queue.py in the folder of the script is not for `python -m`. jobs/plain.py unsets this.
+    # `python -m` must not import a queue.py from the folder of the script. jobs/plain.py unsets this.
     export PYTHONSAFEPATH=1
 else
-    # A plain script may have variables of its own with these names.
+    # Not for a plain script, which may have variables of its own with these names.
     DATA_DIR=$TRAINKIT_DATA_DIR
     RESULTS_DIR=$TRAINKIT_RESULTS_DIR
 fi
-# Into a log Python would write only when 8 KiB have gathered, and lose them when it is killed.
+# Python would write to a log only in blocks of 8 KiB, and lose the last one when it is killed.
 export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
 
-# USR2 and SIGTERM ask a rank to save a checkpoint and stop. They wait until it can
-# (trainkit/training/checkpoint.py), instead of killing Python while it starts.
+# USR2 and SIGTERM ask a rank to save a checkpoint and stop. They are held back until it can
+# (trainkit/training/checkpoint.py); otherwise they would kill Python while it starts.
 hold_signals=(env "--block-signal=USR2,TERM")
 if ! "${hold_signals[@]}" true 2>/dev/null; then # before coreutils 8.31, as in RHEL 8
     hold_signals=(bash -c 'trap "" USR2; exec "$@"' bash)
 fi
-# A container may not pass on the environment. What is set inside of it lets a rank find its job's folder, and
-# refuse to train by itself where it does not know the others (trainkit/distributed/launchers.py).
+# A container may not pass on the environment. With these two variables a rank finds its job's folder, and refuses
+# to train alone if it does not know the other ranks (trainkit/distributed/launchers.py).
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}"
     env "TRAINKIT_JOB_DIR=$TRAINKIT_JOB_DIR" TRAINKIT_STARTED_BY=srun)
 
 # --- the log ----------------------------------------------------------------------------------------
-# That of the job, if it is a file; and those of submitit for the ranks from 1 on, which are next to it. Each
-# may have lines of earlier starts: so many bytes.
+# The log of the job, if it is a file, and the logs of submitit for the ranks from 1 on, which lie beside it. Each
+# may begin with lines of earlier starts, whose bytes are counted here.
 own_log=$(readlink -f /proc/$$/fd/2)
 declare -A earlier_bytes
 for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
     [[ ! -f $log ]] || earlier_bytes[$log]=$(stat --format=%s "$log")
 done
 
-# What this start has printed.
+# Print what this start has printed so far.
 printed() {
     local log
     for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
@@ -96,9 +96,9 @@ printed() {
 }
 
 # --- what Python decides ----------------------------------------------------------------------------
-# Ask trainkit/jobs/in_job.py: in_job SECONDS SECONDS QUESTION OPTIONS... A node is not held for a Python that
-# hangs, as in a file system, so it has so many seconds. Where Python is in the site's container only, it is
-# asked there, in a step, and has so many more. Slurm starts no step in a job on its way back to the queue.
+# Ask trainkit/jobs/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION OPTIONS... Python has that many seconds,
+# because a Python that hangs, for instance in a file system, must not hold a node. If only the site's container has
+# Python, it is asked there, in a step, with a limit of its own. Slurm starts no step in a job that is being requeued.
 in_job() {
     local seconds=$1 seconds_in_container=$2
     local ask=(env PYTHONSAFEPATH=1 python -m trainkit.jobs.in_job "$3" "--folder=$TRAINKIT_JOB_DIR"
@@ -112,13 +112,13 @@ in_job() {
     )
 }
 
-# Carry out what Python answers: it sets and unsets variables, and prints the first lines of the log. What
-# only the node can be asked is asked here, as a container may have no scontrol, git or nvidia-smi.
+# Carry out Python's answer, which sets and unsets variables, and prints the first lines of the log. What only the
+# node knows is asked here, because a container may have no scontrol, git or nvidia-smi.
 begin() { # with the arguments of the job script
     local first_node node gpus version answer
     first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || first_node=""
     node=$(scontrol --oneliner show node "$first_node" 2>/dev/null) || node=""
-    # Where the driver hangs, nothing ends nvidia-smi. This does not wait for its end.
+    # If the driver hangs, nothing can end nvidia-smi, so this does not wait for its end.
     IFS= read -r -d '' -t 20 gpus < <(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || true
     version=$(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null) || version=""
     answer=$(
@@ -129,21 +129,21 @@ begin() { # with the arguments of the job script
             "--variables=$(declare -p "${!SLURM_@}" "${!SRUN_@}" MASTER_ADDR MASTER_PORT OMP_NUM_THREADS \
                 SITE_NETWORK_INTERFACE SITE_PORTS 2>/dev/null)" -- "$@"
     ) || true
-    [[ $answer == *"# in_job begins"*"# in_job ends"* ]] || # container programs have their words around it
+    [[ $answer == *"# in_job begins"*"# in_job ends"* ]] || # container programs may print lines around it
         fail "Python does not start on $(hostname): correct activate_environment or SITE_CONTAINER in \
 slurm/site.sh."
     answer=${answer#*"# in_job begins"}
     eval "${answer%"# in_job ends"*}"
 }
 
-# --- what watches it --------------------------------------------------------------------------------
-# A step next to the ranks, until its input is closed. It shares memory, cores and GPUs with them, and sees
-# all GPUs of a node, even if each rank has its own (--gpus-per-task, which newer Slurm tells by
-# SLURM_TRES_PER_TASK only). Its outcome never matters to the job, and srun's words about it stay out of the
-# job's log, where it would count as a rank.
+# --- the monitor ------------------------------------------------------------------------------------
+# It is a step beside the ranks, and runs until its input is closed. It shares memory, cores and GPUs with them, and
+# sees all GPUs of a node, even if each rank sees one (--gpus-per-task, which newer releases of Slurm show in
+# SLURM_TRES_PER_TASK only). Its outcome never changes that of the job. What srun says about it stays out of the
+# job's log, where it would be taken for a rank.
 run_monitor() {
     local gpus=()
-    trap : TERM # scancel sends it here, too, and the monitor has a verdict to give
+    trap : TERM # scancel sends it here, too, and the monitor still has to give its verdict
     if [[ ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gpu* ]]; then
         gpus=("--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}")
     fi
@@ -152,7 +152,7 @@ run_monitor() {
         --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${gpus[@]}" "${SITE_SRUN_ARGS[@]}" \
         "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$watching" 2>"$watching/log" &&
         [[ ! -e $watching/verdict.json ]]; then
-        cat >/dev/null # The job is to end before it says so.
+        cat >/dev/null # Wait for the end of the job before telling it.
         tell_no_verdict "not sampled to the end: see $watching/log"
     fi
 }
@@ -161,13 +161,13 @@ tell_no_verdict() { echo "watch   $1" | tee "$watching/told"; }
 
 start_monitor() {
     [[ $SITE_MONITOR == on ]] || return 0
-    # A coprocess has a pipe from here for its input, and would have one for its output, too.
+    # A coprocess reads from a pipe of this shell. It would also write to one, so it gets the job's output instead.
     exec {log}>&1
     coproc MONITOR { run_monitor >&"$log"; }
     exec {log}>&-
     monitor=$MONITOR_PID
     monitor_input=${MONITOR[1]} # bash forgets it when the coprocess ends
-    # Else a `wait` in the job script, for processes of its own, would wait for this one, too.
+    # Otherwise a `wait` in the job script, meant for its own processes, would wait for this one, too.
     disown "$monitor"
 }
 
@@ -184,8 +184,8 @@ stop_monitor() {
     tell_no_verdict "no verdict within 10 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
 }
 
-# --- what it trains ---------------------------------------------------------------------------------
-# Set TRAINING, what Python runs: the stage's script $1, or the one that the arguments of the job name, and
+# --- the training -----------------------------------------------------------------------------------
+# Set TRAINING to what Python runs: the stage's script $1, or the script that the arguments of the job name, and
 # its options.
 choose_training() {
     local script=$1 correction="correct its name"
@@ -206,28 +206,28 @@ choose_training() {
     tell_script "$(realpath --no-symlinks -- "$script")" "$@"
 }
 
-# Print the script that the job runs, its arguments and the commit of its code, and keep them in the job's folder.
+# Print the script that the job runs, its arguments and its commit, and record them in the job's folder.
 tell_script() {
     local folder top_folder version answer
-    folder=${code_folder:-$(dirname "$(readlink -f -- "$1")")} # `begin` has set it for a plain script
+    folder=${code_folder:-$(dirname "$(readlink -f -- "$1")")} # `begin` sets it for a plain script
     top_folder=$(timeout 20 git -C "$folder" rev-parse --show-toplevel 2>/dev/null) || top_folder=""
     version=$(timeout 20 git -C "$folder" describe --always --dirty 2>/dev/null) || version=""
     answer=$(in_job 20 60 script ${plain:+--plain} "--run-name=${name_in_sweep:-}" "--version=$version" \
         "--top-folder=$top_folder" "--repository=$REPOSITORY" -- "$@") || answer=""
-    [[ $answer != *"# in_job script"* ]] || # container programs have their words before it
+    [[ $answer != *"# in_job script"* ]] || # container programs may print lines before it
         echo "${answer#*"# in_job script"$'\n'}"
     echo
 }
 
-# --- how it ends ------------------------------------------------------------------------------------
-# Whether a job that can resume may go back to the queue. There may be seconds only, so Python is not asked where
-# it is certain: at the time limit, and where it has saved after a signal that only the ranks got.
+# --- the end of the job -----------------------------------------------------------------------------
+# Return whether a job that can resume may return to the queue. Only seconds may remain, so Python is not asked if
+# the answer is certain: at the time limit, and after a signal to the ranks alone, after which they have saved.
 may_go_back() {
-    ((${SLURM_RESTART_COUNT:-0} < SITE_MOST_RESTARTS)) || return 1 # in a trap `return` alone has an older status
+    ((${SLURM_RESTART_COUNT:-0} < SITE_MOST_RESTARTS)) || return 1 # in a trap, `return` alone returns an earlier status
     [[ $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job_end back) == *yes ]]
 }
 
-# Set `requeued`, or `refusal` to why Slurm refuses. Its controller may be restarting.
+# Set `requeued`, or set `refusal` to the reason why Slurm refuses. Its controller may be restarting.
 requeue() {
     if [[ $stopped ]]; then
         echo "stopped; back to the queue, to resume from the checkpoint"
@@ -240,7 +240,7 @@ requeue() {
             refusal=${refusal:-scontrol gives no reason}
             return
         fi
-        refusal="" # it may have said something, and done it all the same
+        refusal="" # scontrol may print a warning although it has succeeded
     fi
     requeued=1
 }
@@ -256,14 +256,14 @@ finish() {
     local code=$? stopped="" refusal="" tried=() answer
     set +e
     trap - EXIT
-    trap '' TERM # requeue sends it to this script, too
+    trap '' TERM # `scontrol requeue` sends it to this script, too
     if [[ $ends && ! $ended_from_outside ]]; then
         echo "error: $ends" >&2
         failure=$ends
         code=1
     fi
     echo
-    [[ ! $begun || ! -e $TRAINKIT_JOB_DIR/stopped ]] || stopped=1 # an earlier start may have left it
+    [[ ! $begun || ! -e $TRAINKIT_JOB_DIR/stopped ]] || stopped=1 # an earlier start may have left the note
     if ((code || ${SLURM_RESTART_COUNT:-0})) || [[ $stopped ]]; then
         facts=$(scontrol --oneliner show job "$this_job" 2>/dev/null)
     fi
@@ -272,9 +272,9 @@ finish() {
         tried=("--refusal=${refusal%%$'\n'*}")
     fi
     stop_monitor "$code"
-    answer=$(in_job_end end "${tried[@]}") # the exit code, and what to say
+    answer=$(in_job_end end "${tried[@]}") # the exit code, and what to print
     if [[ $answer == *"code    "[0-9]* ]]; then
-        answer=${answer#*code    } # container programs have their words before it
+        answer=${answer#*code    } # container programs may print lines before it
         code=${answer%%$'\n'*}
         [[ $answer != *$'\n'* ]] || echo "${answer#*$'\n'}"
     elif ((code)) || [[ $stopped && ! $requeued ]]; then
@@ -287,14 +287,14 @@ finish() {
 
 listen_to_signals() {
     trap 'ended_from_outside=1; exit 143' TERM HUP
-    trap : USR1 USR2 # with --signal=B:USR2@60 they come here, and not to the ranks
+    trap : USR1 USR2 # with --signal=B:USR2@60 the signal comes here, and not to the ranks
 }
 
 # --- the job begins ---------------------------------------------------------------------------------
 trap finish EXIT
 listen_to_signals
 run_activate_environment
-listen_to_signals # what the site runs may have changed that
+listen_to_signals # the site's commands may have changed the traps
 type srun scontrol >/dev/null 2>&1 ||
     fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
 begin "$@"

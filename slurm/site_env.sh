@@ -1,6 +1,6 @@
-# shellcheck shell=bash disable=SC2034  # what it sets is used by those that source it
-# What is special about this site: slurm/site.sh, with a default for all that it leaves out. Every job sources
-# this (by job_env.sh), and so do submit.py, sweep.py, compare.py and doctor.py on the login node.
+# shellcheck shell=bash disable=SC2034  # the scripts that source this use its variables
+# The settings of this site: those of slurm/site.sh, and a default for each that it leaves out. Every job sources
+# this file (through job_env.sh), and so do submit.py, sweep.py, compare.py and doctor.py on the login node.
 
 failure="" # the error that ends the shell
 fail() {
@@ -9,7 +9,7 @@ fail() {
     exit 1
 }
 
-# What to say if the shell ends here. Without this a job would be COMPLETED at once.
+# The error to report if a sourced file ends this shell, which would otherwise make the job COMPLETED.
 ends=""
 trap '[[ -z $ends ]] || fail "$ends"' EXIT
 
@@ -26,12 +26,12 @@ activate_environment() {
 # --- the site file ----------------------------------------------------------------------------------
 site=$REPOSITORY/slurm/site.sh
 if [[ -e $site || -L $site ]]; then
-    # An editor on Windows leaves these, and to bash they are a part of the last word of each line.
+    # An editor on Windows writes these, and bash takes them for a part of the last word of each line.
     if grep -q -e $'\r' -e $'^\xef\xbb\xbf' "$site"; then
         fail "slurm/site.sh has the line ends or the byte order mark of Windows, which are text to bash: \
 sed -i 's/\r\$//; 1s/^\xef\xbb\xbf//' slurm/site.sh"
     fi
-    # Of a here-document without its end bash only warns.
+    # bash only warns of a here-document without an end, and exits with 0.
     problem=$(LC_ALL=C bash -n "$site" 2>&1) && [[ -z $problem ]] ||
         fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
     ends="slurm/site.sh ends the shell that reads it: leave out exit, exec, and commands that fail."
@@ -40,10 +40,10 @@ sed -i 's/\r\$//; 1s/^\xef\xbb\xbf//' slurm/site.sh"
     ends=""
 fi
 
-# --- what follows from it ---------------------------------------------------------------------------
+# --- what follows from the site file ----------------------------------------------------------------
 export TRAINKIT_DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
 export TRAINKIT_RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
-# A folder for each job: its checkpoints, samples and error notes.
+# Here each job has a folder for its checkpoints, samples and error notes.
 JOBS_DIR=${SITE_SCRATCH_DIR:-$TRAINKIT_RESULTS_DIR/jobs}
 for path in "$TRAINKIT_DATA_DIR" "$TRAINKIT_RESULTS_DIR" "$JOBS_DIR"; do
     [[ $path == /* ]] ||
@@ -53,14 +53,14 @@ done
     fail "SITE_MONITOR is on or off, not $SITE_MONITOR: correct it in slurm/site.sh or in your shell."
 [[ ${SITE_MOST_RESTARTS:=50} =~ ^(0|[1-9][0-9]*)$ ]] ||
     fail "SITE_MOST_RESTARTS is a number, not $SITE_MOST_RESTARTS: correct it in slurm/site.sh or in your shell."
-# Below those that the system hands out by itself (32768 and up).
+# Below the ports that the system assigns by itself (from 32768 on).
 : "${SITE_PORTS:=10000-29999}"
 if [[ ! $SITE_PORTS =~ ^[1-9][0-9]*-[1-9][0-9]*$ ]] || ((${SITE_PORTS%-*} > ${SITE_PORTS#*-})); then
     fail "SITE_PORTS is a range such as 10000-29999, not $SITE_PORTS: correct it in slurm/site.sh or in your shell."
 fi
-export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # trainkit, where it is not installed
+export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # finds trainkit if it is not installed
 
-# Make the job's Python ready. Jobs run with `set -u`, which neither module nor conda can bear.
+# Activate the job's Python. Jobs run with `set -u`, under which both module and conda fail.
 run_activate_environment() {
     ends="activate_environment of slurm/site.sh ends the shell, and the job: leave out exit and set -u."
     set +u

@@ -5,9 +5,9 @@ export SBATCH_PARTITION=gpu
 
 activate_environment() {
     module load apptainer
-    export PYTHONNOUSERSITE=1 # Apptainer shows your home: keep packages in ~/.local apart from those of the image
+    export PYTHONNOUSERSITE=1 # the container sees your home: ignore the packages in ~/.local
 }
 
-# --nv brings the GPU driver of the node into the container, --bind the checkout and the data.
+# --nv brings the node's GPU driver into the container, and --bind the checkout and the data.
 SITE_CONTAINER=(apptainer exec --nv --bind "${REPOSITORY:-},/shared/datasets" "$HOME/images/tutorial.sif")
 SITE_DATA_DIR=/shared/datasets/mnist

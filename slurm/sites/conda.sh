@@ -7,7 +7,7 @@ export SBATCH_ACCOUNT=my-project
 activate_environment() {
     module purge
     module load miniconda3
-    # A job's shell has not run `conda init`; this makes `conda activate` known to it.
+    # A job's shell does not read your .bashrc, so it learns `conda activate` here.
     source "$(conda info --base)/etc/profile.d/conda.sh"
     conda activate tutorial
 }

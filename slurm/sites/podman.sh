@@ -3,17 +3,17 @@
 #     cp slurm/sites/podman.sh slurm/site.sh
 export SBATCH_PARTITION=gpu
 
-# Each node keeps its own images. A node without the image loads it from a file that all nodes see.
+# Each node has its own images. A node that lacks the image loads it from a file that all nodes see.
 activate_environment() {
     local on_each=()
     [[ -z ${SLURM_JOB_ID:-} ]] || on_each=(srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
-    # shellcheck disable=SC2016  # "$0" is for the shell that it starts
+    # shellcheck disable=SC2016  # the shell that this starts replaces "$0"
     "${on_each[@]}" bash -c 'podman image exists tutorial || podman load --quiet --input "$0"' \
         "$HOME/images/tutorial.tar"
 }
 
-# Into the container go the job's variables and network, the checkout and the data at the same paths, and the GPUs.
-# Without separate cgroups, Slurm finds the container and ends it with its step. `python` is that of the image.
+# The container gets the job's variables, the node's network and GPUs, and the checkout and the data at the same
+# paths. --cgroups=disabled lets Slurm find it, and end it with its step. PATH leads to the `python` of the image.
 SITE_CONTAINER=(
     podman run --rm --network=host --ipc=host --cgroups=disabled --security-opt=label=disable
     --env-host --env=PATH=/usr/local/bin:/usr/bin:/bin --unsetenv=LD_LIBRARY_PATH
@@ -22,4 +22,4 @@ SITE_CONTAINER=(
     tutorial
 )
 SITE_DATA_DIR=/shared/datasets/mnist
-SITE_MONITOR=off # each container numbers its own processes: the monitor would not find the ranks
+SITE_MONITOR=off # the monitor would not find the ranks, because each container numbers its own processes

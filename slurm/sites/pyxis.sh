@@ -4,8 +4,8 @@
 export SBATCH_PARTITION=gpu
 export SBATCH_ACCOUNT=my-project
 
-# The image of slurm/containers was saved once: enroot import --output ~/images/tutorial.sqsh dockerd://tutorial
-# --no-container-mount-home keeps packages in your home from mixing with those of the image.
+# Save the image of slurm/containers once: enroot import --output ~/images/tutorial.sqsh dockerd://tutorial
+# --no-container-mount-home keeps packages in your home apart from those of the image.
 SITE_SRUN_ARGS=(
     --container-image="$HOME/images/tutorial.sqsh"
     --container-mounts="${REPOSITORY:-}:${REPOSITORY:-},/shared/datasets:/shared/datasets"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# A site with a Python module and a virtual environment made on top of it:
+# A site with a Python module, and a virtual environment that was created with it:
 #     cp slurm/sites/venv.sh slurm/site.sh
 export SBATCH_PARTITION=gpu
 export SBATCH_QOS=short
