@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# The steps that turn a base with Python >= 3.10 and pip into an image for the jobs: the one list of them, for
-# Dockerfile and tutorial.def. Both put it next to copies of pyproject.toml and trainkit/, and run it there, as root.
+# Turn a base image with Python >= 3.10 and pip into an image for the jobs. Dockerfile and tutorial.def both copy this
+# script, pyproject.toml and trainkit/ into the image, and run it there as root.
 set -euo pipefail
 
-# With git a run records which commit it was. The small bases do not have it.
+# Runs record their commit with git, which small base images lack.
 if ! command -v git >/dev/null; then
     apt-get update
     apt-get install --yes --no-install-recommends git
     rm -rf /var/lib/apt/lists/*
 fi
 
-# What pyproject.toml lists. A PyTorch that the base brings along stays, if it is not too old.
+# Install what pyproject.toml lists. The PyTorch of the base stays if it is new enough.
 python -m pip install --no-cache-dir .
 
-# Fail if the image cannot train. From another folder, so that it is the installed trainkit.
+# Fail if the image cannot train. In a different folder, Python imports the installed trainkit, not the copy.
 cd /
 python -c 'import torch, torchvision, trainkit.jobs, trainkit.compare; print("PyTorch", torch.__version__)'
 git --version
