@@ -19,21 +19,21 @@ from trainkit.workshop.work import Workspace, Wrong, ask_slurm, requested
 JOB = "job.sh"
 SCRIPT = "train.py"
 ANSWERS = """\
-# Before you submit: will the output of the job come to the terminal or into a file?
+# Before you submit: where will the output of the job go, to the terminal or into a file?
 prediction = file
 """
 HINTS = """\
 ## 1
 
-A line such as `#SBATCH --ntasks=1` asks for one task. The others are --gpus-per-node, --cpus-per-task,
---mem, --time and --output. They begin with `#SBATCH`, without a space behind the `#`. The last line begins
-with `srun`.
+A line such as `#SBATCH --ntasks=1` asks for one task. The other options are --gpus-per-node,
+--cpus-per-task, --mem, --time and --output. These lines begin with `#SBATCH`, without a space after the `#`.
+The last line of the script begins with `srun`.
 
 ## 2
 
-In `--output`, Slurm replaces `%j` with the number of the job. `--mem=8G` has a unit; without one it is in
-MB. `set` needs `-e` (end at an error) and `-u` (a variable that is not set is an error); `pipefail` needs
-`-o`: together `set -euo pipefail`.
+In `--output`, Slurm replaces `%j` with the number of the job. `--mem=8G` has a unit; a number without one is
+in MB. `set` needs `-e` (end at an error), `-u` (a variable that is not set is an error) and `-o pipefail`:
+together `set -euo pipefail`.
 
 ## 3
 
@@ -77,17 +77,17 @@ WRONG = [
     ("job.sh", "--mem=8G", "--mem=8", "in MB"),
     ("job.sh", "#!/bin/bash\n", "#!/bin/sh\n", "sbatch refuses it"),
     ("job.sh", "#!/bin/bash\n", "\ufeff#!/bin/bash\n", "sbatch refuses it"),
-    ("job.sh", SET, "set -uo pipefail\n", "goes on after an error"),
-    ("job.sh", SET, SET + "cd no/such/folder\n", "before it comes to srun"),
+    ("job.sh", SET, "set -uo pipefail\n", "continues after an error"),
+    ("job.sh", SET, SET + "cd no/such/folder\n", "before it reaches srun"),
     ("job.sh", "first-%j.log", "first.log", "would write into the same log"),
     ("job.sh", "first-%j.log", "logs/first-%j.log", "no folder logs"),
     ("job.sh", "srun --c", "exec --c", "no line begins with srun"),
     ("job.sh", SRUN, "srun --ntasks=1", "gets only one core"),
     ("job.sh", '"$SLURM_CPUS_PER_TASK"', "1", "#SBATCH asks for 2"),
     ("job.sh", SRUN, SRUN + " -n 2", "starts 2 tasks"),
-    ("job.sh", PYTHON, "exercises/01_jobscript/mine/train.py", "not by Python"),
+    ("job.sh", PYTHON, "exercises/01_jobscript/mine/train.py", "needs `python` before it"),
     ("job.sh", PYTHON, "python train.py", "There is no train.py"),
-    ("job.sh", PYTHON, 'python "$(dirname "$0")/train.py"', "a copy of it"),
+    ("job.sh", PYTHON, 'python "$(dirname "$0")/train.py"', "runs a copy of the script"),
     ("job.sh", PYTHON, PYTHON + " || true", "ends as if it had gone well"),
     ("job.sh", PYTHON, PYTHON + " &", "ends as if it had gone well"),
     ("job.sh", PYTHON, PYTHON + "'", "bash cannot read it"),
@@ -120,7 +120,8 @@ def check(workspace: Workspace) -> str:
     content = (workspace.folder / JOB).read_bytes()
     if not content.startswith(b"#!/bin/bash\n") or b"\r" in content or b"\0" in content:
         raise Wrong(
-            f"mine/{JOB} begins with the line #!/bin/bash, and no line ends as in Windows: sbatch refuses it."
+            f"mine/{JOB} must begin with the line #!/bin/bash, and no line may end as in Windows: otherwise "
+            "sbatch refuses it."
         )
     stage = workspace.folder.parents[2]
     _check_lines(text.splitlines())
@@ -131,8 +132,9 @@ def check(workspace: Workspace) -> str:
     asked = ask_slurm(workspace.folder / JOB, stage)
     as_expected = "as you expected" if prediction == "file" else "not to the terminal"
     return (
-        f"The script asks for what the training needs, and starts it. {asked} {_job(options, stage)} The "
-        f"output goes into the file that --output names, {as_expected}: sbatch returns before the job begins."
+        f"The script asks for what the training needs, and starts the training. {asked} "
+        f"{_job(options, stage)} The output goes into the file that --output names, {as_expected}, since "
+        "sbatch returns before the job begins."
     )
 
 
@@ -159,11 +161,13 @@ def _check_options(options: dict[str, str], stage: Path) -> None:
     if memory is None:
         raise Wrong(f"mine/{JOB}: a line `#SBATCH --mem=...` is missing.")
     if not re.fullmatch(r"[1-9]\d*([GT]|\d{3}M?|\d{6}K)B?", memory, re.IGNORECASE):
-        raise Wrong(f"--mem={memory}: without a unit it is in MB. Python and PyTorch take several GB: 8G.")
+        raise Wrong(
+            f"--mem={memory}: a number without a unit is in MB. Python and PyTorch need several GB: 8G."
+        )
     if not re.fullmatch(r"[2-9]|1\d", options["cpus-per-task"]):
         raise Wrong(
             f"--cpus-per-task={options['cpus-per-task']}: ask for 2 or a few more. With 1, a training and "
-            "its loader share one core; of very many cores, most stay idle."
+            "its loader share one core. Of very many cores, most stay idle."
         )
     try:
         minutes = time_limit(options["time"])
@@ -181,11 +185,14 @@ def _check_options(options: dict[str, str], stage: Path) -> None:
         )
     if not re.search(r"(?<!%)%j", options["output"]):
         raise Wrong(
-            f"--output={options['output']}: every job would write into the same log. %j is the job's number."
+            f"--output={options['output']}: every job would write into the same log. `%j` stands for the "
+            "job's number."
         )
     folder = Path(options["output"]).parent
     if not (stage / folder).is_dir():
-        raise Wrong(f"There is no folder {folder}: a job whose log cannot be written fails without a word.")
+        raise Wrong(
+            f"There is no folder {folder}: a job whose log cannot be written fails without a message."
+        )
 
 
 def _check_tasks_and_gpus(options: dict[str, str]) -> None:
@@ -198,12 +205,15 @@ def _check_tasks_and_gpus(options: dict[str, str]) -> None:
         raise Wrong(f"mine/{JOB}: a line `#SBATCH --ntasks=...` is missing.")
     if tasks != "1":
         raise Wrong(
-            f"With {tasks} tasks, srun would start the same training twice or more. It is one process."
+            f"With {tasks} tasks, srun would start the same training twice or more. This training is one "
+            "process."
         )
     if gpus is None:
         raise Wrong(f"mine/{JOB} asks for no GPU: `#SBATCH --gpus-per-node=...` is missing.")
     if not re.search(r"(^|:)1$", gpus) and not re.fullmatch(r"gpu(:[a-z]\w*)?", gpus):
-        raise Wrong(f"It asks for {gpus} GPUs, and this training uses one GPU. The others would be idle.")
+        raise Wrong(
+            f"The script asks for {gpus} GPUs, but this training uses one GPU. The others would be idle."
+        )
 
 
 def _check_commands(path: Path, text: str) -> None:
@@ -216,7 +226,7 @@ def _check_commands(path: Path, text: str) -> None:
     flags = " ".join(re.findall(r"^\s*set (.*)", commands, re.MULTILINE))
     if not re.search(r"-\w*e|errexit", flags):
         raise Wrong(
-            f"mine/{JOB}: without `set -euo pipefail` the job goes on after an error, and may end as if "
+            f"mine/{JOB}: without `set -euo pipefail` the job continues after an error, and may end as if "
             "nothing had happened."
         )
     if not re.search(r"^\s*srun\b", commands, re.MULTILINE):
@@ -228,14 +238,14 @@ def _check_run(folder: Path, stage: Path, cores: str) -> None:
     started = _run(folder / JOB, stage, cores, exit_code=0)
     if started.srun is None or started.exit_code:
         raise Wrong(
-            f"mine/{JOB} ends with exit code {started.exit_code} before it comes to srun, or after it: "
+            f"mine/{JOB} ends with exit code {started.exit_code} before it reaches srun, or after it: "
             f"{started.errors.strip()[-300:] or 'without a message'}"
         )
     _check_start(started.srun, folder, cores)
     if _run(folder / JOB, stage, cores, exit_code=FAILURE).exit_code == 0:
         raise Wrong(
-            f"mine/{JOB}: when the training fails, the job ends as if it had gone well. It has to wait for "
-            "srun and end with its exit code: no & and no || there."
+            f"mine/{JOB}: when the training fails, the job ends as if it had gone well. The job has to wait "
+            "for srun and end with its exit code, so leave out `&` and `||`."
         )
 
 
@@ -279,20 +289,21 @@ def _check_start(called: dict, folder: Path, cores: str) -> None:
     given = passed[1] if passed else called["cores"]
     if given is None:
         raise Wrong(
-            f"mine/{JOB}: with Slurm 22.05 to 23.02 srun does not take over --cpus-per-task from #SBATCH, so "
-            "the training gets only one core."
+            f"mine/{JOB}: in Slurm 22.05 to 23.02, srun ignores the --cpus-per-task of #SBATCH, so the "
+            "training gets only one core."
         )
     if given != cores:
         raise Wrong(
-            f"mine/{JOB}: srun starts the training with {given} core(s), and #SBATCH asks for {cores}. Pass "
+            f"mine/{JOB}: srun starts the training with {given} core(s), but #SBATCH asks for {cores}. Pass "
             "on $SLURM_CPUS_PER_TASK."
         )
     tasks = re.search(r"(?:--ntasks|-n)[= ]*(\d+)", options)
     if tasks and tasks[1] != "1":
-        raise Wrong(f"mine/{JOB}: srun starts {tasks[1]} tasks, and #SBATCH asks for one.")
+        raise Wrong(f"mine/{JOB}: srun starts {tasks[1]} tasks, but #SBATCH asks for one.")
     if not python:
         raise Wrong(
-            f"mine/{JOB}: srun starts `{line}`, and {SCRIPT} is not a program: it is run not by Python."
+            f"mine/{JOB}: srun starts `{line}`, but {SCRIPT} is not a program by itself: it needs `python` "
+            "before it."
         )
     scripts = [word for word in rest.split() if word.endswith(SCRIPT)]
     if not scripts:
@@ -300,13 +311,13 @@ def _check_start(called: dict, folder: Path, cores: str) -> None:
     script = Path(called["folder"]) / scripts[0]
     if scripts[0].startswith("/") and not script.exists():
         raise Wrong(
-            f"mine/{JOB}: it looks for {SCRIPT} beside itself. Slurm runs a copy of it, in a folder of its "
-            "own: name the path from the folder where you submit."
+            f"mine/{JOB}: the script looks for {SCRIPT} in its own folder. But Slurm runs a copy of the "
+            "script from a different folder, so write the path from the folder where you submit."
         )
     if not script.exists():
         raise Wrong(
-            f"There is no {scripts[0]} in the folder where the job starts, which is the folder of the stage, "
-            "where you submit."
+            f"There is no {scripts[0]} in the folder where the job starts: that is the folder of the stage, "
+            "from which you submit."
         )
 
 

@@ -9,8 +9,8 @@ prediction = high
 HINTS = """\
 ## 1
 
-Print the `seconds` of every epoch. How long do 20 steps of 2 milliseconds take, and how long does the clock
-say that they took?
+Print the `seconds` of every epoch. How long do 20 steps of 2 milliseconds take, and how long did they take
+according to the clock?
 
 ## 2
 
@@ -20,13 +20,13 @@ does its speed say anything about the others?
 ## 3
 
 Call `device.synchronize()` before the clock is read for the second time: once per epoch, not once per step.
-Leave `speeds[0]` out, and take the median of the others.
+Leave out `speeds[0]`, and take the median of the others.
 """
 SOLUTION = {
     "clock.py": '''\
 @@
--"""How many images per second does the device train? The answer is wrong for two reasons."""
-+"""How many images per second does the device train?"""
+-"""How many images per second does the device train on? The answer is wrong for two reasons."""
++"""How many images per second does the device train on?"""
 @@
 +        device.synchronize()
          seconds = clock() - start
@@ -41,9 +41,9 @@ WRONG = [
     ("clock.py", "        device.synchronize()\n", "", "stops while the device is still working"),
     ("clock.py", "        device.sync", "            device.sync", "after every step"),
     ("clock.py", "median(speeds[1:])", "mean(speeds)", "first epoch"),
-    ("clock.py", "statistics.median(", "max(", "no single epoch"),
-    ("clock.py", "statistics.median(", "min(", "no single epoch"),
-    ("clock.py", "statistics.median(speeds[1:])", "speeds[-1]", "no single epoch"),
+    ("clock.py", "statistics.median(", "max(", "which no single epoch"),
+    ("clock.py", "statistics.median(", "min(", "which no single epoch"),
+    ("clock.py", "statistics.median(speeds[1:])", "speeds[-1]", "which no single epoch"),
     ("clock.py", "        seconds = clock()", "        seconds = -clock()", "negative"),
 ]  # fmt: skip
 LAUNCH_SECONDS = 0.0002  # to queue a step
@@ -102,15 +102,17 @@ def check(workspace: Workspace) -> str:
     if without_warmup > 1.5 * true:
         raise Wrong(
             f"The clock stops while the device is still working: it shows {without_warmup:,.0f} images/s for "
-            f"a device that trains {true:,.0f}. It measures how fast Python fills the queue."
+            f"a device that trains on {true:,.0f}. It measures how fast Python fills the queue."
         )
     if is_close(without_warmup, 64 / (LAUNCH_SECONDS + WORK_SECONDS), 0.01):
         raise Wrong(
-            "Your program waits for the device after every step. So the queue is always empty, and each step "
-            "also takes the time to be queued. Wait once per epoch."
+            "Your program waits for the device after every step. The queue is then always empty, and the "
+            "time to queue a step is added to every step. Wait once per epoch."
         )
     if not is_close(without_warmup, true, 0.01):
-        raise Wrong(f"The clock shows {without_warmup:,.0f} images/s for a device that trains {true:,.0f}.")
+        raise Wrong(
+            f"The clock shows {without_warmup:,.0f} images/s for a device that trains on {true:,.0f}."
+        )
     if not is_close(with_warmup, true, 0.01):
         raise Wrong(
             f"The mean includes the first epoch, which loads kernels: {with_warmup:,.0f} images/s instead of "
@@ -121,8 +123,8 @@ def check(workspace: Workspace) -> str:
         if not is_close(measure(device, device.clock), true, 0.05):
             change = "faster" if min(odd.values()) < 1 else "slower"
             raise Wrong(
-                f"The device was {change} in one of its epochs, and you report that one. Take the median: no "
-                "single epoch changes it much."
+                f"The device was {change} in one of its epochs, and you report that epoch. Take the median, "
+                "which no single epoch changes much."
             )
     if prediction == "low":
         raise Wrong(
@@ -130,7 +132,7 @@ def check(workspace: Workspace) -> str:
             "above or below 32,000?"
         )
     return (
-        "The starter's number was far too high: it timed how fast the queue was filled. The warm-up alone "
-        "would have made it too low. For every images/s in this tutorial, the clock waits for the device, "
-        "and the first epoch is left out: see trainkit/training/clock.py."
+        "The starter's number was far too high, because it timed how fast the queue was filled. The warm-up "
+        "alone would have made it too low. For every images/s in this tutorial, the clock waits for the "
+        "device, and the first epoch is left out: see trainkit/training/clock.py."
     )

@@ -10,20 +10,20 @@ from trainkit.record import records
 from trainkit.workshop.work import Answers, Workspace, Wrong, check_alike, is_close
 
 ANSWERS = """\
-# Before you run: of 100 seconds of training, for how many does it wait for images?
+# Before you run: for how many of 100 seconds does the training wait for images?
 prediction = 30
 
 # From your runs, after the warm-up:
 waited = 60  # seconds of 100, in the first run
 waits = 5.6   # seconds of 100, in the cured run
 times = 10   # images/s of the cured run, divided by those of the first
-workers = 10 # that prepare images as in the first run, to keep up with the cured training
+workers = 10 # how many, working as in the first run, would supply the cured training
 """
 HINTS = """\
 ## 1
 
 `for pixel in image.flatten()` makes an object of each of 784 pixels, and Python goes through them four
-times. What in PyTorch does this for all pixels at once? And for all images of a batch?
+times. Which functions of PyTorch do this for all pixels at once? And for all images of a batch?
 
 ## 2
 
@@ -35,8 +35,8 @@ resident`, the default, calls the second.
 ## 3
 
 `replace(split, prepare=prepare, prepare_one=None)`, where `prepare` takes bytes (n, 1, 28, 28) and begins
-with `images = images.float()`. In the first run one worker is busy all the time, so the images/s of that run
-are what one worker can prepare: divide the cured images/s by them, and round up.
+with `images = images.float()`. In the first run the one worker is busy all the time, so it prepares as many
+images per second as that run trains on. Divide the cured images/s by that number, and round up.
 """
 SOLUTION = {
     "training.py": '''\
@@ -63,11 +63,11 @@ SOLUTION = {
 STARTS_WITH = "`prediction`"
 RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/waiting_loader": []}
 WRONG = [
-    ("answers.txt", "waited = 60", "waited = 40", "for so long it trained"),
-    ("answers.txt", "waited = 60", "waited = 0.6", "in percent"),
-    ("answers.txt", "waits = 5.6", "waits = 60", "the other run"),
+    ("answers.txt", "waited = 60", "waited = 40", "how long the run trained"),
+    ("answers.txt", "waited = 60", "waited = 0.6", "which are percent"),
+    ("answers.txt", "waits = 5.6", "waits = 60", "belongs to the other run"),
     ("answers.txt", "times = 10", "times = 0.1", "upside down"),
-    ("answers.txt", "workers = 10", "workers = 2", "one of them prepares 932"),
+    ("answers.txt", "workers = 10", "workers = 2", "a worker prepares 932"),
     ("training.py", "prepare=prepare, prepare_one=None", "prepare_one=prepare", "those of the stage"),
     ("training.py", "dim=(1, 2, 3)", "dim=(0, 1, 2, 3)", "of the whole batch"),
     ("training.py", "(images - mean) / std", "((images - mean) / std).flatten(1)", "keep the shape"),
@@ -86,7 +86,7 @@ MORE_THAN_THE_WAIT = 1.2
 
 
 class Watched(NamedTuple):
-    """A run that was sampled: the row of its last epoch, images/s and the seconds of 100 that it waited, both
+    """A monitored run: the row of its last epoch, images/s and the seconds of 100 that it waited, both
     after the warm-up, and the kinds of its findings."""
 
     row: dict[str, object]
@@ -137,8 +137,8 @@ def _watched(path: Path) -> Watched:
         verdict = json.loads(path.with_suffix(".monitor.json").read_text())
     except FileNotFoundError:
         raise Wrong(
-            f"mine/runs/{path.name} has no verdict, since it was not sampled. Remove it, and run it again as "
-            "the README shows."
+            f"mine/runs/{path.name} has no verdict, since nothing monitored the run. Remove it, and run it "
+            "again as the README shows."
         ) from None
     return Watched(rows[-1], speed, 100 * waited / seconds, [found["kind"] for found in verdict["findings"]])
 
@@ -146,15 +146,15 @@ def _watched(path: Path) -> Watched:
 def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
     """Return the run that waits longest, and the newest."""
     if not runs:
-        raise Wrong("There are no runs in mine/runs yet: run the commands of the README, or take `recorded`.")
+        raise Wrong("There are no runs in mine/runs yet: run the commands of the README, or use `recorded`.")
     runs = sorted(runs, key=lambda run: run.row["started_at"])
     first = max(runs, key=lambda run: run.waited)
     cured = runs[-1]
     if first.waited < WAITING_SECONDS:
         raise Wrong(
-            f"None of your runs waits for more than {first.waited:.0f} seconds of 100. The first run is the "
-            "starter's, with --loader workers --num-workers 1. If it was, other programs held the cores: run "
-            "it again on a quiet machine, or take `recorded`."
+            f"None of your runs waits for more than {first.waited:.0f} seconds of 100. The first run has to "
+            "be that of the starter, with --loader workers --num-workers 1. If it was, other programs held "
+            "the cores: run it again on a quiet machine, or use `recorded`."
         )
     if "waiting_for_loader" not in first.kinds:
         raise Wrong(
@@ -194,11 +194,13 @@ def _check_images(workspace: Workspace, loader: str) -> None:
         raise Wrong(f"From 4 images (4, 1, 28, 28), your program makes {tuple(made.shape)}: keep the shape.")
     if torch.allclose(made, (pixels - mean) / std, atol=0.01):
         return
-    hint = "each needs mean 0 and standard deviation 1, as before."
+    hint = "each image needs mean 0 and standard deviation 1, as before."
     if torch.allclose(made, normalize(images), atol=0.01):
-        hint = "they are those of the stage. The resident loader calls `prepare`, never `prepare_one`."
+        hint = (
+            "these images are those of the stage. The resident loader calls `prepare`, never `prepare_one`."
+        )
     if torch.allclose(made, (pixels - pixels.mean()) / pixels.std(), atol=0.01):
-        hint = "the mean of the whole batch is subtracted from them: `dim` sets what a mean is taken over."
+        hint = "the mean of the whole batch is subtracted. `dim` sets what a mean is taken over."
     raise Wrong(f"With the {loader} loader, your program does not make the images of the starter: {hint}")
 
 
@@ -209,23 +211,22 @@ def _check_answers(answers: Answers, first: Watched, cured: Watched) -> None:
             continue
         hint = "take 100 x data_seconds / train_seconds, of the epochs after the warm-up."
         if is_close(answer, 100 - run.waited, 0.03):
-            hint = "for so long it trained. For how long did it wait?"
+            hint = "that is how long the run trained. For how long did it wait?"
         if is_close(answer, other.waited, 0.03):
-            hint = "that is the other run."
+            hint = "that belongs to the other run."
         if is_close(answer, run.waited / 100, 0.1):
-            hint = "give the seconds of 100, so in percent."
+            hint = "give the seconds of 100, which are percent."
         raise Wrong(f"`{name}` is not {answer:g}: {hint}")
     answer = answers.number("times")
     times = cured.speed / first.speed
     if not is_close(answer, times, 0.05):
-        hint = "That is upside down." if is_close(answer, 1 / times, 0.05) else "Divide the images/s."
+        hint = "The division is upside down." if is_close(answer, 1 / times, 0.05) else "Divide the images/s."
         raise Wrong(f"`times` is not {answer:g}. {hint}")
     each = first.speed / max(first.row["workers_per_loader"], 1)
     answer = answers.number("workers")
     needed = cured.speed / each
     if not math.floor(0.95 * needed) <= answer <= math.ceil(1.05 * needed):
         raise Wrong(
-            f"`workers` is not {answer:g}: one of them prepares {each:,.0f} images/s, as the first run "
-            "shows, "
+            f"`workers` is not {answer:g}: a worker prepares {each:,.0f} images/s, as the first run shows, "
             f"in which it was never idle. The cured training needs {cured.speed:,.0f}."
         )

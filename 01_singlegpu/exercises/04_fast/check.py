@@ -14,23 +14,24 @@ from torch.utils.data import Dataset
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Before you start the script: in one step of train_epoch, at how many places does the CPU wait until the
-# GPU has done all that it was given? Count the places in `forward`, too.
+# Before you start the script: in one step of train_epoch, including `forward`, in how many places does the
+# CPU wait until the GPU has finished all its work?
 prediction = 4
 """
 HINTS = """\
 ## 1
 
-Go through a step. Where do the images come from, and what does the GPU do meanwhile? What has to be known on
-the CPU before it can go on: a number, or which way an `if` goes? In how many bits do the layers compute? How
-many kernels does the optimizer launch? And look at the last batch of an epoch: it has 16 images.
+Go through a step. Where do the images come from, and what does the GPU do meanwhile? What must the CPU know
+before it can continue: a number, or which way an `if` goes? In how many bits do the layers compute? How
+many kernels does the optimizer launch? And look at the last batch of an epoch, which has 16 images.
 
 ## 2
 
-The arguments of a `DataLoader` repair three of the eight. `Tensor.to` has one that lets the CPU go on. A sum
-of losses can stay on the device until the epoch is over. `clamp` changes nothing where nothing is too large,
-so it needs no `if`. `TORCH_LOGS=graph_breaks,recompiles python exercises/04_fast/mine/slow.py` prints why
-torch.compile splits a network, and why it compiles it again.
+The arguments of a `DataLoader` repair three of the eight. `Tensor.to` has an argument that lets the CPU
+continue. A sum of losses can stay on the device until the epoch is over. `clamp` changes nothing if no value
+is too large, so it needs no `if`.
+`TORCH_LOGS=graph_breaks,recompiles python exercises/04_fast/mine/slow.py` prints why torch.compile splits a
+network, and why it compiles it again.
 
 ## 3
 
@@ -115,10 +116,10 @@ def check(workspace: Workspace) -> str:
     if remaining:
         raise Wrong(f"{len(symptoms) - len(remaining)} of {len(symptoms)} repaired. Next: {remaining[0]}")
     return (
-        f"All {len(symptoms)} are repaired. You expected that the CPU waits at {prediction:g} places of a "
+        f"All {len(symptoms)} are repaired. You expected that the CPU waits in {prediction:g} places of a "
         f"step. At first there were {PLACES}: the two copies, the `if` of the network, and `loss.item()`. "
-        "Each of them waits until the GPU has nothing left to do, so the next kernel comes late. None of the "
-        "eight gave an error, and on a GPU each looks like a step that takes a little longer. A profile "
+        "In each of them the CPU waits until the GPU has nothing left to do, so the next kernel comes late. "
+        "None of the eight gave an error. On a GPU each only makes a step a little longer, but a profile "
         "shows them by name."
     )
 
@@ -161,8 +162,8 @@ def in_one_process(loaded: Loaded) -> str | None:
         )
     if first != second:
         return (
-            "Every epoch has new loader workers, and waits until they have started. Let those of the first "
-            "epoch serve all of them."
+            "Every epoch has new loader workers, and waits until they have started. Let the workers of the "
+            "first epoch serve all epochs."
         )
     return None
 
@@ -251,14 +252,14 @@ def train(program: ModuleType) -> Trained:
 def blocking_copies(program: ModuleType, seen: Trained) -> str | None:
     if not all(seen.copies):
         return (
-            "A batch is copied by a call that waits until the GPU has done all its work and has the batch. "
-            "`to` has an argument for a copy that the CPU does not wait for."
+            "A batch is copied by a call that waits until the GPU has finished all its work and has the "
+            "batch. `to` has an argument for a copy that the CPU does not wait for."
         )
     if not program.make_loader(Processes(), torch.device("cuda")).pin_memory:
         return (
-            "The copies do not block, but the batches lie in ordinary memory, from which a GPU cannot copy "
-            "by itself: in each step the CPU first copies them into memory from which it can. A thread of "
-            "the loader can do that ahead of time (pinned memory)."
+            "The copies do not block, but the batches are in ordinary memory, from which a GPU cannot copy "
+            "by itself. In each step the CPU first copies them into memory that the GPU can read (pinned "
+            "memory). A thread of the loader can do that ahead of time."
         )
     return None
 
@@ -268,29 +269,29 @@ def waiting_for_the_loss(program: ModuleType, seen: Trained) -> str | None:
     if many > few:
         return (
             f"In 3 steps the CPU asks the GPU for a number {few} times, in 6 steps {many} times. Each time "
-            "it waits until the GPU has done all its work. One question after the epoch is enough."
+            "it waits until the GPU has finished all its work. Once after the epoch is enough."
         )
     for returned, true in seen.losses:
         if not is_close(returned, true, 0.02):
-            return f"The mean loss of an epoch is {true:.3f}, and train_epoch returns {returned:.3f}."
+            return f"The mean loss of an epoch is {true:.3f}, but train_epoch returns {returned:.3f}."
     return None
 
 
 def full_precision(seen: Trained) -> str | None:
     if seen.type_of_weights != torch.float32:
         return (
-            f"The weights are {seen.type_of_weights} now, and small updates of them are lost. Only the "
-            "layers should compute in 16 bits: that is what autocast does."
+            f"The weights are {seen.type_of_weights} now, so small updates of them are lost. Only the layers "
+            "should compute in 16 bits, which is what autocast does."
         )
     if torch.float16 in seen.types:
         return (
-            "The layers compute in float16. Small gradients become 0 there, unless a GradScaler enlarges the "
-            "loss. bfloat16 has the range of float32."
+            "The layers compute in float16, in which small gradients become 0 unless a GradScaler enlarges "
+            "the loss. bfloat16 has the range of float32."
         )
     if torch.float32 in seen.types:
         return (
-            "The layers compute in float32. On a GPU, bfloat16 has half the bytes, and faster units. Switch "
-            "it on for the CPU as well, as the check runs there."
+            "The layers compute in float32. On a GPU, bfloat16 takes half the bytes and uses faster units. "
+            "Switch it on for the CPU as well, since the check runs there."
         )
     return None
 
@@ -310,12 +311,12 @@ def many_updates(program: ModuleType) -> str | None:
     few, many = calls
     if any("_foreach_" in event.key for event in events):
         return (
-            "The optimizer updates the weights list by list (foreach), in several kernels. On a GPU that is "
-            "the default. One kernel can do all of it."
+            "The optimizer updates the weights list by list (foreach), in several kernels. That is the "
+            "default on a GPU. A single kernel can do all of it."
         )
     return (
         f"To update 4 weights and biases, the optimizer calls {few} operators; for 12 it calls {many}. On a "
-        "GPU each is a kernel to launch, or several. One kernel can do all of it."
+        "GPU the CPU launches one or several kernels for each. A single kernel can do all of it."
     )
 
 
@@ -336,8 +337,8 @@ def split_network(program: ModuleType, starter: ModuleType) -> str | None:
         images = brightness * torch.rand(BATCH, 1, 28, 28)
         if not torch.allclose(model(images), reference(images), rtol=1e-3, atol=1e-4):
             return (
-                "The network is in one piece, but computes something else than before: no feature was larger "
-                "than LARGEST."
+                "The network is in one piece, but its output has changed: before, no feature was larger than "
+                "LARGEST."
             )
     return None
 
@@ -357,9 +358,9 @@ def compiled_again(program: ModuleType, sizes: list[int]) -> str | None:
         program.train_epoch(compiled, batches(sizes, []), optimizer, CPU)
     if len(graphs) > 1:
         return (
-            f"torch.compile compiles the network {len(graphs)} times, as the batches of an epoch have "
-            f"{', '.join(map(str, sizes))} images: each time, the training waits for seconds or minutes. A "
-            "CUDA graph can have one size only."
+            f"torch.compile compiles the network {len(graphs)} times, since the batches of an epoch have "
+            f"{', '.join(map(str, sizes))} images. Each time, the training waits for seconds or minutes. "
+            "Give all batches the same size, as a CUDA graph needs it, too."
         )
     return None
 
@@ -387,7 +388,7 @@ def graph_of_the_evaluation(program: ModuleType) -> str | None:
     zeros = [float((labels.tensor == 0).sum()) for _, labels in test_batches]
     true = 100 * sum(zeros) / (2 * BATCH)
     if not is_close(accuracy, true, 0.001):
-        return f"Of the labels, {true:.1f} % are right, and evaluate returns {accuracy:.1f}."
+        return f"The accuracy is {true:.1f} %, but evaluate returns {accuracy:.1f}."
     return None
 
 
@@ -408,7 +409,7 @@ WRONG = [
     (SCRIPT, ", fused=True", "", "operators; for 12"),
     (SCRIPT, "fused=True", "foreach=True", "list by list"),
     (SCRIPT, CLAMP, NO_NAN + CLAMP, "into 2 graphs, at `if x.isnan().any():`"),
-    (SCRIPT, CLAMP, "", "computes something else"),
+    (SCRIPT, CLAMP, "", "its output has changed"),
     (SCRIPT, "        drop_last=True,\n", "", "compiles the network 2 times"),
     (SCRIPT, "@torch.no_grad()\n", "", "a backward pass that never comes"),
 ]

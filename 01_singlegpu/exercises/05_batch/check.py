@@ -21,14 +21,13 @@ first_at_97 = 64       # in the fewest seconds
 steps_64 = 156    # optimizer steps in one epoch with batch 64
 steps_1024 = 9  # and with batch 1024
 
-# What is there less of in an epoch with batch 1024, so that the network learns less?
-# images, steps or seconds
+# Of what does an epoch with batch 1024 have fewer, so that the network learns less: images, steps or seconds?
 why = steps
 """
 HINTS = """\
 ## 1
 
-Three columns show it: images/s, acc. % and, with `--target 97`, s to 97 %. There, a dash means never.
+Look at three columns: images/s, acc. % and, with `--target 97`, s to 97 %, in which a dash means never.
 
 ## 2
 
@@ -45,10 +44,15 @@ WRONG = [
     ("runs/single-20261121-235310*.csv", ",fp32,", ",bf16,", "differ in precision"),
     ("answers.txt", "throughput = 1024", "throughput = 64", "See the column images/s"),
     ("answers.txt", "accuracy = 64", "accuracy = 1024", "See the column acc. %"),
-    ("answers.txt", "first_at_97 = 64", "first_at_97 = 1024", "never reaches it; another batch takes 23 s"),
-    ("answers.txt", "first_at_97 = 64", "first_at_97 = 256", "takes 32 s from its start; another batch"),
+    (
+        "answers.txt",
+        "first_at_97 = 64",
+        "first_at_97 = 1024",
+        "never reaches it; a different batch takes 23 s",
+    ),
+    ("answers.txt", "first_at_97 = 64", "first_at_97 = 256", "takes 32 s from its start; a different batch"),
     ("answers.txt", "steps_64 = 156", "steps_64 = 157", "dropped if it is not full"),
-    ("answers.txt", "steps_1024 = 9", "steps_1024 = 9216", "images of an epoch, not its steps"),
+    ("answers.txt", "steps_1024 = 9", "steps_1024 = 9216", "images of an epoch, not of its steps"),
     ("answers.txt", "why = steps", "why = images", "the same images"),
     ("answers.txt", "why = steps", "why = seconds", "does not learn from time"),
 ]
@@ -74,24 +78,28 @@ def check(workspace: Workspace) -> str:
     answer = answers.word("highest_accuracy", *BATCHES)
     if runs[answer].test_accuracy < max(run.test_accuracy for run in runs.values()):
         raise Wrong(
-            f"`highest_accuracy = {answer}`: a different batch ends with more. See the column acc. %."
+            f"`highest_accuracy = {answer}`: a different batch ends with a higher one. See the column acc. %."
         )
     answer = answers.word("first_at_97", *BATCHES)
     # Where epochs are short, the start of the process decides: so the seconds of training alone count, too.
     soonest = {min(reached, key=lambda batch: runs[batch][by]) for by in ("target_s", "target_train_s")}
     if answer not in soonest:
         took = f"takes {reached[answer]:.0f} s from its start" if answer in reached else "never reaches it"
-        raise Wrong(f"`first_at_97 = {answer}` {took}; another batch takes {min(reached.values()):.0f} s.")
+        raise Wrong(
+            f"`first_at_97 = {answer}` {took}; a different batch takes {min(reached.values()):.0f} s."
+        )
     for batch in ("64", "1024"):
         _check_steps(answers.number(f"steps_{batch}"), batch, int(runs[batch].images))
     why = answers.word("why", "images", "steps", "seconds")
     if why == "images":
         raise Wrong(
-            "`why = images`: an epoch shows the same images with each batch, except for a last partial batch."
+            "`why = images`: with each batch size, an epoch shows the same images, except for a last "
+            "partial batch."
         )
     if why == "seconds":
         raise Wrong(
-            "`why = seconds`: true, but a network does not learn from time. What happens once per batch?"
+            "`why = seconds`: that is true, but a network does not learn from time. What happens once per "
+            "batch?"
         )
 
     table = "\n".join(
@@ -101,10 +109,9 @@ def check(workspace: Workspace) -> str:
     )
     return (
         f"{table}\nYou expected {prediction} to be first; it is {answer}. With a large batch, the same "
-        "number "
-        "of epochs has fewer steps. So images/s alone does not show which setting is better; the seconds to "
-        "an accuracy do. More GPUs make the global batch large, and stage 03 shows what the learning rate "
-        "can do about that."
+        "number of epochs has fewer steps. So images/s alone does not show which setting is better, but the "
+        "seconds to an accuracy do. More GPUs make the global batch large, and stage 03 shows what the "
+        "learning rate can do about that."
     )
 
 
@@ -113,7 +120,7 @@ def _check_steps(answer: float, batch: str, images: int) -> None:
     if answer == steps:
         return
     if answer == images:
-        raise Wrong(f"`steps_{batch} = {answer:g}` are the images of an epoch, not its steps.")
+        raise Wrong(f"`steps_{batch} = {answer:g}` is the number of images of an epoch, not of its steps.")
     if answer == steps + 1 or int(answer) == steps:
         raise Wrong(f"`steps_{batch} = {answer:g}`: the last batch is dropped if it is not full.")
     raise Wrong(

@@ -10,7 +10,7 @@ from torch import nn
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
-# Before you change anything: the first name in state_dict() of the wrapped network.
+# Before you change anything: what will the first name in state_dict() of the wrapped network be?
 prediction = module.hidden.weight
 
 # The model is wrapped, and there are four GPUs. Between two steps,
@@ -76,7 +76,7 @@ WRONG = [
 
 
 def other() -> nn.Module:
-    """Make another network, with parts called `module` and `submodule`."""
+    """Make a different network, with parts called `module` and `submodule`."""
     return nn.Sequential(OrderedDict(module=nn.Linear(2, 3), submodule=nn.BatchNorm1d(3)))
 
 
@@ -88,7 +88,7 @@ def check(workspace: Workspace) -> str:
     if not isinstance(wrapped, nn.DataParallel):
         raise Wrong(f"`wrap` still returns a plain {type(wrapped).__name__}, without a wrapper.")
     if wrapped.module is not network:
-        raise Wrong("`wrap` has to wrap the network that it is given, once, and no other.")
+        raise Wrong("`wrap` has to wrap the network that it is given, and only once.")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.pt"
         program.save(wrapped, path)
@@ -96,7 +96,9 @@ def check(workspace: Workspace) -> str:
         loaded = other()
         program.load(loaded, path)
         if any((loaded.state_dict()[name] != kept).any() for name, kept in network.state_dict().items()):
-            raise Wrong("After `load`, the plain network has other weights than the network that was saved.")
+            raise Wrong(
+                "After `load`, the plain network has different weights from the network that was saved."
+            )
         torch.save({"nothing.that.fits": torch.zeros(1)}, path)
         try:
             program.load(loaded, path)
@@ -104,8 +106,8 @@ def check(workspace: Workspace) -> str:
             pass
         else:
             raise Wrong(
-                "`load` accepts a file with other names without an error: with strict=False it silently "
-                "loads nothing, and the network keeps its random weights."
+                "`load` accepts a file whose names do not fit: with strict=False it silently loads nothing, "
+                "and the network keeps its random weights."
             )
     return _judge(answers)
 
@@ -117,8 +119,8 @@ def _look_into(path: Path, network: nn.Module) -> None:
         raise Wrong("`save` wrote no file to the path that it was given.") from None
     except Exception:
         raise Wrong(
-            "The file holds the network itself, not only its weights: whoever loads it needs the same class, "
-            "at the same place. Save a state_dict()."
+            "The file holds the network itself, not only its weights. Whoever loads it needs the same class "
+            "in the same module. Save a state_dict()."
         ) from None
     names = set(network.state_dict())
     if saved == {f"module.{name}" for name in names}:
@@ -137,13 +139,13 @@ def _look_into(path: Path, network: nn.Module) -> None:
 def _judge(answers: dict[str, str]) -> str:
     if answers.word("weights_on", "first", "all") == "all":
         raise Wrong(
-            "weights_on: the other GPUs hold copies for one step, and get new ones at the next. What does "
+            "weights_on: the other GPUs hold copies for one step, and get new ones for the next. What does "
             "wrap.py print about the parameters?"
         )
     if answers.word("optimizer_state_on", "first", "all") == "all":
         raise Wrong(
-            "optimizer_state_on: the optimizer was made with model.parameters(). It stores something for "
-            "each of these, on the device where it is, and knows nothing of the copies."
+            "optimizer_state_on: the optimizer was made with model.parameters(). It stores its state on the "
+            "device of each parameter, and knows nothing of the copies."
         )
     if answers.word("model_guess", "all", "first", "error") != "error":
         raise Wrong(
@@ -151,13 +153,13 @@ def _judge(answers: dict[str, str]) -> str:
         )
     if answers.word("module_guess", "all", "first", "error") != "first":
         raise Wrong(
-            "module_guess: model.module is the plain network on the first GPU. Nothing splits its images: "
-            "only model(...) goes through the wrapper."
+            "module_guess: model.module is the plain network on the first GPU. Only model(...) goes through "
+            "the wrapper, which splits the images."
         )
     as_predicted = "as" if answers["prediction"] == "module.hidden.weight" else "not as"
     return (
         f"The wrapper's first name is module.hidden.weight, {as_predicted} you predicted. Saved from "
         "model.module, the weights load into the plain network everywhere; --save-model does the same "
         "(trainkit/training/model.py, `unwrapped`). Only the first GPU keeps the weights and the optimizer's "
-        "state, so it needs more memory than the others. DDP puts `module.` before the names, too."
+        "state, so it needs more memory than the others. DDP also puts `module.` before the names."
     )

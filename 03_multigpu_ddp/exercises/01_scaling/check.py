@@ -3,19 +3,19 @@
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Before you run: how many times the images/s of one device will two reach, with batch 128? Such as 1.5
+# Before you run: with batch 128, how many times the images/s of one device will two reach? Such as 1.5
 prediction = 1.8
 
-# From the table. What does batch 256 alone gain: images/s of ONE device with 256, divided by ONE with 128?
+# From the table: what does a batch of 256 alone gain? Divide images/s of ONE device with 256 by ONE with 128.
 batch_alone = 1.03
 
 # strong or weak?
-# The same training, with batch 128, has to take less time. Which one shows whether a second device helps?
+# The same training, with batch 128, has to take less time. Which scaling shows whether a second device helps?
 same_training = strong
-# 128 images fill one device, and you may double the batch. Which one shows what a second device adds?
+# 128 images fill one device, and you may double the batch. Which scaling shows what a second device adds?
 full_device = weak
 
-# From one device to two, both with batch 128: what gets faster by more, an epoch's training or the whole run?
+# From one device to two, with batch 128: which gains more, the training of an epoch or the whole run?
 gains_more = epoch    # epoch or run
 """
 HINTS = """\
@@ -26,14 +26,14 @@ batch of each device.
 
 ## 2
 
-Speedup says how many times as fast: it is 2 for two devices that lose nothing. Efficiency is the
-share of that: 1, or 100 %. For the total time, one number of the CSV is enough. `python
-../results/plot_results.py FOLDER --out FOLDER` makes the same comparison: see whether yours agrees.
+Speedup says how many times as fast: it is 2 if two devices lose nothing. Efficiency is the speedup divided by
+the best possible one: then it is 1, or 100 %. For the total time, one number of the CSV is enough.
+`python ../results/plot_results.py FOLDER --out FOLDER` makes the same comparison: does yours agree?
 
 ## 3
 
 `epoch["images_per_s"] for epoch in epochs if not epoch["warmup"]`; `epochs[-1]["elapsed_s"]`;
-speedup is `two / one`, efficiency `two / one / devices`. (128, 128) is strong, (128, 256) weak.
+Speedup is `two / one`, efficiency `two / one / devices`. (128, 128) is strong, (128, 256) weak.
 For `batch_alone`, divide the two lines of one device. Strong scaling does the same steps in less time;
 weak scaling does different steps, with more images.
 """
@@ -59,7 +59,7 @@ SOLUTION = {
 -    return ...
 +    return two / one
 @@
-     """Return the share of what `devices` would do at best."""
+     """Return the speedup as a share of the best possible one on `devices`."""
 -    return ...
 +    return two / one / devices
 ''',
@@ -74,9 +74,9 @@ RECORDED = {
     ]
 }
 WRONG = [
-    ("scaling.py", "STRONG = (128, 128)", "STRONG = (128, 256)", "the unfair one"),
+    ("scaling.py", "STRONG = (128, 128)", "STRONG = (128, 256)", "mixes both changes"),
     ("scaling.py", "WEAK = (128, 256)", "WEAK = (128, 128)", "STRONG and WEAK compare the same"),
-    ("scaling.py", 'not epoch["warmup"]', "True", "warm-up"),
+    ("scaling.py", 'not epoch["warmup"]', "True", "marked as `warmup`"),
     ("scaling.py", 'epochs[-1]["elapsed_s"]', 'sum(x["train_seconds"] for x in epochs)', "only the training"),
     ("scaling.py", 'epochs[-1]["elapsed_s"]', 'sum(x["elapsed_s"] for x in epochs)', "keeps counting"),
     ("scaling.py", "return two / one\n", "return one / two\n", "upside down"),
@@ -85,9 +85,9 @@ WRONG = [
     ("scaling.py", "return two / one / devices", "return ...", "still a gap"),
     ("answers.txt", "batch_alone = 1.03", "batch_alone = 1.86", "two lines of one device"),
     ("answers.txt", "same_training = strong", "same_training = weak", "half as many steps"),
-    ("answers.txt", "full_device = weak", "full_device = strong", "share the 128"),
+    ("answers.txt", "full_device = weak", "full_device = strong", "split the 128"),
     ("answers.txt", "gains_more = epoch", "gains_more = run", "tests"),
-    ("runs/*.csv", "1,1,1,CPU", "1,1,1,Xeon", "nothing to be compared with"),
+    ("runs/*.csv", "1,1,1,CPU", "1,1,1,Xeon", "cannot be compared"),
 ]
 # Of a made-up run: two epochs that count, and one that warms up.
 EPOCHS = [
@@ -108,7 +108,7 @@ def check(workspace: Workspace) -> str:
     for row in (two_devices, two_devices_256):
         if row.why:
             raise Wrong(
-                f"Two devices with batch {row.global_batch} have nothing to be compared with: {row.why}."
+                f"The run of two devices with batch {row.global_batch} cannot be compared: {row.why}."
             )
     if not two_devices_256.weak_efficiency > 0:
         raise Wrong("One device with 128 and two with 256 differ in more than the batch: see the commands.")
@@ -126,35 +126,33 @@ def check(workspace: Workspace) -> str:
         )
     if answers.word("same_training", "strong", "weak") == "weak":
         raise Wrong(
-            "same_training: with 256 there are half as many steps in an epoch, and different ones. So it is "
-            f"not the same training in less time, and a factor of {alone:.2f} came from the larger batch "
-            "alone."
+            "same_training: with 256 there are half as many steps in an epoch, and different ones, so it is "
+            f"not the same training in less time. A factor of {alone:.2f} came from the larger batch alone."
         )
     if answers.word("full_device", "strong", "weak") == "strong":
         raise Wrong(
-            "full_device: in strong scaling, the two devices share the 128 images, 64 each: neither is full."
+            "full_device: in strong scaling, the two devices split the 128 images, 64 each: neither is full."
         )
     truth = "epoch" if two_devices.speedup > shorter else "run"
     if answers.word("gains_more", "epoch", "run") != truth:
         raise Wrong(
-            f"gains_more: an epoch's training is {two_devices.speedup:.2f} times as fast, the whole run "
+            f"gains_more: the training of an epoch is {two_devices.speedup:.2f} times as fast, the whole run "
             f"{shorter:.2f} times. The run also has its start and the tests."
         )
     busy = ""
     if two_devices.speedup < 1:
         busy = (
             " Two devices are slower than one here. If other programs used the cores meanwhile, run it "
-            "again, or take `recorded` runs."
+            "again, or use `recorded` runs."
         )
     return (
         f"Strong scaling with batch 128: {two_devices.speedup:.2f} times, efficiency "
         f"{two_devices.efficiency:.0%}; you "
-        f"predicted {prediction:g} times. The whole run became {shorter:.2f} times as fast: what is not "
-        "split, such as the start and the first epoch, takes as long as before. Weak scaling gives "
+        f"predicted {prediction:g} times. The whole run became {shorter:.2f} times as fast, since the start "
+        "and the tests do not gain as much. Weak scaling gives "
         f"{2 * two_devices_256.weak_efficiency:.2f} times the images/s, efficiency "
-        f"{two_devices_256.weak_efficiency:.0%}. It is "
-        "fair if the batch may grow, but it is not the same training in less time: look at the accuracy "
-        f"column, too.{busy}"
+        f"{two_devices_256.weak_efficiency:.0%}. That is fair if the batch may grow, but it is not the same "
+        f"training in less time: also look at the accuracy.{busy}"
     )
 
 
@@ -163,31 +161,31 @@ def _formulas(program: object) -> None:
         raise Wrong("STRONG or WEAK in mine/scaling.py is still a gap `...`.")
     if tuple(program.STRONG) == (128, 256):
         raise Wrong(
-            "STRONG is the unfair one: 128 on one device against 256 on two changes the batch as well as the "
-            "devices. In strong scaling, the global batch is the same."
+            "STRONG mixes both changes: 128 on one device against 256 on two changes the batch as well as "
+            "the devices. In strong scaling, the global batch stays the same."
         )
     if tuple(program.STRONG) == tuple(program.WEAK):
         raise Wrong(
             "STRONG and WEAK compare the same runs. In weak scaling, each device keeps its 128 images."
         )
     if (tuple(program.STRONG), tuple(program.WEAK)) != ((128, 128), (128, 256)):
-        raise Wrong("STRONG keeps the global batch of 128, WEAK the 128 images of each device.")
+        raise Wrong("STRONG keeps the global batch of 128. WEAK keeps the 128 images of each device.")
     for name, values, right, hints in (
-        ("images_per_s", (EPOCHS,), 210, {200: "the warm-up is in it: leave out what is marked `warmup`"}),
+        ("images_per_s", (EPOCHS,), 210, {200: "leave out the epochs that are marked as `warmup`"}),
         (
             "total_s",
             (EPOCHS,),
             29,
             {
                 19.5: "that is only the training, without the start and the tests",
-                66: "`elapsed_s` keeps counting from epoch to epoch: do not add it up",
+                66: "`elapsed_s` keeps counting from epoch to epoch, so do not add it up",
             },
         ),
         (
             "speedup",
             (100, 150),
             1.5,
-            {2 / 3: "it is upside down: more images/s on two devices mean more speedup"},
+            {2 / 3: "the division is upside down: more images/s on two devices mean more speedup"},
         ),
         (
             "efficiency",
@@ -195,7 +193,7 @@ def _formulas(program: object) -> None:
             0.75,
             {
                 4 / 3: "Efficiency is upside down: it falls if two devices train fewer images/s",
-                3: "that is the speedup, not divided by the devices",
+                3: "that is the speedup, not divided by the number of devices",
                 1.5: "you divide by 2, not by `devices`",
             },
         ),
@@ -220,4 +218,4 @@ def _try(name: str, function: object, values: tuple, right: float, hints: dict[f
             raise Wrong(f"`{name}`: {hint}.")
     if not is_close(answer, right, 0.001):
         of = "a made-up run" if values[0] is EPOCHS else ", ".join(map(str, values))
-        raise Wrong(f"`{name}` of {of} is {answer:g} and should be {right:g}.")
+        raise Wrong(f"`{name}` of {of} is {answer:g}, but should be {right:g}.")

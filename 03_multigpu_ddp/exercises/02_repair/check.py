@@ -17,16 +17,15 @@ from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Before you start the script: from how many of its ten bugs do you expect an error or a warning,
-# on one machine?
+# Before you start the script: how many of its ten bugs will give an error or a warning on one machine?
 prediction = 0
 """
 HINTS = """\
 ## 1
 
-Go through it function by function. `join` decides who a process is and where the ranks meet; `split`
-splits the images; `train_epoch` sets the order and computes the gradient. Ask of every line: what does it
-do on rank 1, and what on the second node?
+Go through the script function by function. `join` decides who a process is and where the ranks meet; `split`
+splits the images; `train_epoch` sets the order and computes the gradient. Ask of every line what it does on
+rank 1, and what on the second node.
 
 ## 2
 
@@ -36,11 +35,11 @@ the gradients in `backward`.
 
 ## 3
 
-For the extra part: DDP leaves your own sums to you. `dist.all_reduce(tensor)` adds a tensor up over all
-ranks, and `dist.barrier()` waits until all ranks are there. Sum the losses and count the images on each rank,
-add these up over all ranks, and only then divide. A `DistributedSampler` pads a data set that does not divide
-evenly; `Subset(images, range(rank, len(images), size))` does not. Put a barrier before each of the two
-readings of the clock.
+For the extra part: DDP averages only gradients. `dist.all_reduce(tensor)` sums a tensor over all ranks, and
+`dist.barrier()` waits until all ranks have reached it. Sum the losses and count the images on each rank, sum
+both over all ranks, and only then divide. A `DistributedSampler` pads a data set that does not divide evenly;
+`Subset(images, range(rank, len(images), size))` does not. Put a barrier before each of the two readings of
+the clock.
 """
 SOLUTION = {
     "broken_ddp.py": '''\
@@ -74,9 +73,9 @@ SOLUTION = {
 +        numbers.append({"loss": losses / images, "images_per_s": images / seconds, "seconds": seconds})
 @@
 -) -> tuple[float, int]:
--    """One epoch; returns its mean loss and the number of its images."""
+-    """Train for one epoch; return its mean loss and the number of its images."""
 +) -> torch.Tensor:
-+    """One epoch; returns the sum of the losses of this rank's images, and their number."""
++    """Train for one epoch; return the sum of the losses of this rank's images, and their number."""
 +    loader.sampler.set_epoch(epoch)
 @@
 -    trained = 0
@@ -121,20 +120,20 @@ def check(workspace: Workspace) -> str:
     if extra:
         return (
             "The first five are repaired: every process knows who it is and meets the others, and the ranks "
-            "train on the right images with the right gradient. None of these bugs gave an error. Some of "
-            f"the script's numbers are still not what it says: {len(extra)} bug(s) are left, which are "
-            f"extra. Check again after each. Next: {extra[0]}"
+            "train on the right images with the right gradient. None of these bugs gave an error. Some "
+            f"numbers of the script are still wrong: {len(extra)} bug(s) are left, which are extra. Check "
+            f"again after each. Next: {extra[0]}"
         )
     return (
-        f"All ten are repaired. You expected an error or a warning from {prediction:.0f} of them: on one "
+        f"All ten are repaired. You expected an error or a warning from {prediction:.0f} of them. On one "
         "machine none of them gave any, and the numbers looked plausible. So check what a program does: "
-        "which process says that it is rank 0, which images each rank sees, what one process would compute. "
+        "which process is rank 0, which images each rank sees, and what one process would compute. "
         "DOS_AND_DONTS.md has more such bugs."
     )
 
 
 class Meeting:
-    """Stands in for the process group, and notes who comes, and where to."""
+    """Stands in for the process group, and notes which rank joins, and where."""
 
     def __init__(self) -> None:
         self.rank = -1
@@ -178,7 +177,7 @@ class Optimizer(torch.optim.SGD):
 
 
 class Known(nn.Module):
-    """Says that each image shows its number; only one of five is labelled so."""
+    """Answers with the number of each image; only one of five has that label."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return F.one_hot(images.flatten().long(), 10).float()
@@ -291,7 +290,7 @@ def wrong_place(ranks: list[Seen]) -> str | None:
     if place in ("localhost", "127.0.0.1"):
         return (
             f"On two nodes, the processes of the second node look for rank 0 on {place}, which is their own "
-            "node. Rank 0 is on the first node, so the two nodes never meet."
+            "node. But rank 0 is on the first node, so the two nodes never meet."
         )
     if place != "n1":
         return f"The launcher says that rank 0 is on n1, but the processes look for it on {place}."
@@ -305,15 +304,14 @@ def wrong_split(ranks: list[Seen]) -> str | None:
     if both:
         return (
             f"The ranks do not agree on what is in the validation set: rank 1 trains on {len(both)} of the "
-            f"{len(validation)} images that rank 0 validates with. The accuracy is too good."
+            f"{len(validation)} images that rank 0 validates with, so the accuracy is too high."
         )
     if sorted(train + validation) != list(range(IMAGES)):
         return "After the split, some images are in neither part, or in both."
     if ranks[0]["random"] == ranks[1]["random"]:
         return (
-            "The ranks now agree on the validation set, but at a price: after the split, all of them draw "
-            "the same random numbers, so every rank drops the same neurons. The split needs a separate "
-            "generator."
+            "The ranks now agree on the validation set, but after the split all of them draw the same random "
+            "numbers, so every rank drops the same neurons. The split needs a separate generator."
         )
     return None
 
@@ -336,7 +334,7 @@ def wrong_gradient(ranks: list[Seen]) -> str | None:
         return None
     return (
         f"The gradient that the optimizer gets on two ranks is {factor:.2f} times that of the whole batch "
-        "in one process. With a different number of ranks the factor is different, too."
+        "in one process. With a different number of ranks, the factor is different."
     )
 
 
@@ -359,7 +357,7 @@ def wrong_metric(ranks: list[Seen]) -> str | None:
     images = last["images_per_s"] * last["seconds"]
     if is_close(images, IMAGES, 0.01):
         return None
-    whose = " Those are the images of one rank." if is_close(images, IMAGES / 2, 0.01) else ""
+    whose = " Those are only the images of one rank." if is_close(images, IMAGES / 2, 0.01) else ""
     return (
         f"The script prints images/s of all ranks. Multiplied by its seconds, that makes {images:.0f} images "
         f"in an epoch of {IMAGES}.{whose}"
@@ -371,7 +369,8 @@ def wrong_accuracy(ranks: list[Seen]) -> str | None:
         if is_close(printed, 20, 0.001) and printed == other:
             continue
         sentence = (
-            f"Of 5 test images, a model knows the {known}, which is 20 %. On two ranks, the script says "
+            f"A model classifies only the {known} of 5 test images correctly, which is 20 %. On two ranks, "
+            "the script says "
         )
         if printed != other:
             return (
@@ -380,7 +379,9 @@ def wrong_accuracy(ranks: list[Seen]) -> str | None:
             )
         counted = {"33.3": "6, one of them twice", "25.0": "4", "0.0": "4"}.get(f"{printed:.1f}")
         uneven = (
-            f": 5 images cannot be split evenly over two ranks, and it looks at {counted}" if counted else ""
+            f": 5 images cannot be split evenly over two ranks, and the script looks at {counted}"
+            if counted
+            else ""
         )
         return f"{sentence}{printed:.1f} %{uneven}."
     return None
@@ -389,12 +390,12 @@ def wrong_accuracy(ranks: list[Seen]) -> str | None:
 def wrong_seconds(ranks: list[Seen]) -> str | None:
     if ranks[0]["ended"] < ranks[1]["done"]:
         return (
-            "In an epoch, rank 1 takes a second longer than rank 0 for its last step. Rank 0 prints "
-            f"{ranks[0]['last']['seconds']:.2f} seconds: its own time, not that of all."
+            "In an epoch, the last step of rank 1 takes a second longer than that of rank 0. Rank 0 prints "
+            f"{ranks[0]['last']['seconds']:.2f} seconds: its own time, not that of all ranks."
         )
     if ranks[0]["began"] < ranks[1]["came"]:
         return (
-            "Rank 1 begins to train a second after rank 0. Rank 0's clock runs while it waits, and "
+            "Rank 1 begins to train a second after rank 0. The clock of rank 0 runs while it waits, and "
             "counts the wait as training."
         )
     return None
@@ -409,11 +410,11 @@ def wrong_files(ranks: list[Seen]) -> str | None:
     if len(files) == 1 and ranks[0]["saved"]:
         return None
     if len({file for file, _ in files}) > 1:
-        return "Every rank saves a file of its own, and all of them have the same weights."
+        return "Every rank saves a file of its own, although all have the same weights."
     if files:
         return (
-            "Several ranks write the same file at the same time. On two nodes, one writer per node is also "
-            "too many."
+            "Several ranks write the same file at the same time. Even one writer per node is too many: on "
+            "two nodes, both would write."
         )
     return "No rank saves the weights."
 
@@ -444,9 +445,9 @@ WRONG = [
 TOLD_WHEN_DONE = [
     (SCRIPT, "return sums", "return torch.stack([loss.detach() * sums[1], sums[1]])", "of a single batch"),
     (SCRIPT, "        dist.all_reduce(sums)\n", "", "the loss of rank 0's images"),
-    (SCRIPT, "images / seconds", "len(loader.sampler) / seconds", "the images of one rank"),
-    (SCRIPT, SHARD, PADDED, "it looks at 6"),
-    (SCRIPT, SHARD, PADDED.replace("False", "False, drop_last=True"), "it looks at 4"),
+    (SCRIPT, "images / seconds", "len(loader.sampler) / seconds", "only the images of one rank"),
+    (SCRIPT, SHARD, PADDED, "the script looks at 6"),
+    (SCRIPT, SHARD, PADDED.replace("False", "False, drop_last=True"), "script looks at 4"),
     (SCRIPT, "    dist.all_reduce(sums)\n    correct", "    correct", "its own shard only"),
     (SCRIPT, "        dist.barrier()\n        seconds", "        seconds", "its own time, not that of all"),
     (SCRIPT, "        dist.barrier()\n        start", "        start", "while it waits"),

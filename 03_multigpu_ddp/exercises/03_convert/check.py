@@ -26,31 +26,32 @@ from trainkit.workshop.ranks import TIMEOUT, in_ranks
 from trainkit.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Before you change the script: torchrun starts it twice, as it is. How many of the two processes train to
+# Before you change the script: if torchrun starts it twice, as it is, how many of the two processes train to
 # the end?
 prediction = 2
 """
 HINTS = """\
 ## 1
 
-Four things change: the processes meet and take a device, split the data, wrap the network, and report for
-all. Go through main from the top, and ask of every line what it does on rank 1.
+Four things change: the processes meet and choose a device, split the data, wrap the network, and report for
+all. Go through `main` from the top, and ask of every line what it does on rank 1.
 
 ## 2
 
 LOCAL_RANK is the number of the GPU. `dist.init_process_group("gloo")`, or on GPUs
-`dist.init_process_group("nccl", device_id=device)`, takes the rest from torchrun's variables. A
-`DistributedSampler(train_set, drop_last=True)` splits the training images and needs `set_epoch(epoch)`;
-for validation, `Subset(validation_set, range(rank, len(validation_set), size))` leaves no image out and
+`dist.init_process_group("nccl", device_id=device)`, takes the rest from the variables of torchrun. A
+`DistributedSampler(train_set, drop_last=True)` splits the training images and needs `set_epoch(epoch)`.
+For validation, `Subset(validation_set, range(rank, len(validation_set), size))` leaves no image out and
 counts none twice. `dist.all_reduce(tensor)` sums over all ranks.
 
 ## 3
 
 Train through the wrapper, but validate and save the network inside it: outside the training step, the
-wrapper still talks to the other ranks, and the names of its weights begin with `module.`. BatchNorm's
-running means are buffers: each rank has its own after a step, so take those of rank 0 before you validate
-(`dist.broadcast(buffer, src=0)` for each of `model.buffers()`). What only rank 0 does must not contain a
-call that the other ranks also have to make.
+wrapper still communicates with the other ranks, and the names of its weights begin with `module.`.
+BatchNorm's running statistics are buffers, and differ between the ranks after a step. So call
+`dist.broadcast(buffer, src=0)` for each of `model.buffers()` before you validate, or wrap
+`nn.SyncBatchNorm.convert_sync_batchnorm(model)`. What only rank 0 does must not contain a call that the other
+ranks also have to make.
 """
 SOLUTION = {
     "train.py": '''\
@@ -173,10 +174,10 @@ def check(workspace: Workspace) -> str:
         perfect(parts / "last.pt")
         wrong_resume(ranks, run(program, parts, epochs=2))
     return (
-        "It is now a DDP script: equal weights, every image once, one writer, and it resumes where it ended. "
-        f"{ALL_RANKS if ranks[0]['synchronized'] else EACH_RANK} {job(workspace)} "
-        f"You predicted that {prediction:.0f} processes train to the end: both do. Each trains the same "
-        "network by itself, and both write the same files, without any error."
+        "It is now a DDP script: equal weights, every image once, one writer, and it resumes where it "
+        f"stopped. {ALL_RANKS if ranks[0]['synchronized'] else EACH_RANK} {job(workspace)} You predicted "
+        f"that {prediction:.0f} processes train to the end. Both do: unchanged, each trains the same network "
+        "by itself, and both write the same files, without any error."
     )
 
 
@@ -184,7 +185,7 @@ def job(workspace: Workspace) -> str:
     """Return a sentence on the job that ran the script."""
     if not (workspace.folder / LOG).exists():
         if slurm.why_not_here():
-            return "Submit it as a job when you are on a cluster."
+            return "Submit it as a job when you have a cluster."
         raise Wrong(
             "The script is right, and there is a Slurm here: submit it as the README says, and check again."
         )
@@ -192,8 +193,8 @@ def job(workspace: Workspace) -> str:
     epochs = re.findall(r"^epoch (\d+): loss", text, re.MULTILINE)
     if not epochs:
         raise Wrong(
-            f"mine/{LOG} has no epoch: wait if the job still runs. If digits/last.pt was there, it had "
-            f"nothing left to do. Its last words: {text.strip()[-200:]}"
+            f"mine/{LOG} has no epoch: wait if the job is still running. If digits/last.pt existed, the job "
+            f"had nothing left to do. The log ends with: {text.strip()[-200:]}"
         )
     if len(epochs) > len(set(epochs)):
         raise Wrong(
@@ -201,11 +202,11 @@ def job(workspace: Workspace) -> str:
             "log is that of several jobs, with digits/last.pt removed between them. Remove the log, and "
             "submit again."
         )
-    return f"As a job it has trained {len(epochs)} epochs."
+    return f"As a job it has trained for {len(epochs)} epochs."
 
 
 def perfect(last: Path) -> None:
-    """Have the epoch before been the best possible, so that no other may take its place."""
+    """Make the first epoch the best possible, so that no later one may take its place."""
     state = torch.load(last, weights_only=True)
     torch.save(state | {"best": 101.0}, last)
 
@@ -338,14 +339,14 @@ def wrong_gpu(program: ModuleType, rank: int, local_rank: int) -> None:
         )
     if not taken:
         raise Wrong(
-            "Also call `torch.cuda.set_device` in `choose_device`: otherwise NCCL, and code that asks for "
+            "Also call `torch.cuda.set_device` in `choose_device`. Otherwise NCCL, and code that asks for "
             "`cuda` without an index, use the first GPU."
         )
 
 
 def wrong_shards(ranks: list[Seen]) -> None:
     if not all(seen["met"] for seen in ranks):
-        raise Wrong("The two processes did not meet: each trained a network of its own.")
+        raise Wrong("The two processes did not meet: each trained its own network.")
     for rank, seen in enumerate(ranks):
         if len(seen["read"]) != 4:
             raise Wrong(
@@ -359,12 +360,12 @@ def wrong_shards(ranks: list[Seen]) -> None:
     if trained and min(trained.values()) == 2:
         raise Wrong(f"In an epoch, each of the {len(trained)} images is trained twice, once on each rank.")
     if size > 32:
-        raise Wrong(f"An optimizer step takes {size:.0f} images of both ranks together, not 32.")
+        raise Wrong(f"An optimizer step takes {size:.0f} images on both ranks together, not 32.")
     if len(trained) < TRAIN:
         raise Wrong(f"In an epoch, {TRAIN - len(trained)} of {TRAIN} images are left out.")
     if first[0] == first[2]:
         raise Wrong(
-            "The second epoch has the images in the same order as the first, and so does every later."
+            "The second epoch has the images in the same order as the first, and so does every later one."
         )
     validated = Counter(first[1] + second[1])
     twice = sum(count > 1 for count in validated.values())
@@ -391,7 +392,7 @@ def wrong_numbers(ranks: list[Seen]) -> None:
     steps = ranks[0]["steps"] // 2
     true = np.mean([seen["losses"][:steps] for seen in ranks])
     if not is_close(losses[0][0], true, 1e-3):
-        raise Wrong(f"The mean loss of the first epoch is {true:.4f}, but rank 0 says {losses[0][0]:.4f}.")
+        raise Wrong(f"The mean loss of the first epoch is {true:.4f}, but rank 0 returns {losses[0][0]:.4f}.")
     if ranks[0]["means"][0] != ranks[1]["means"][0]:
         raise Wrong(
             "The ranks validate different networks: each has BatchNorm statistics of its own images, and "
@@ -400,8 +401,8 @@ def wrong_numbers(ranks: list[Seen]) -> None:
         )
     if accuracies[0] != accuracies[1]:
         raise Wrong(
-            f"Rank 0 says {accuracies[0][0]:.2f} % and rank 1 {accuracies[1][0]:.2f} %: each is the accuracy "
-            "of one shard only."
+            f"Rank 0 returns {accuracies[0][0]:.2f} % and rank 1 {accuracies[1][0]:.2f} %: each is the "
+            "accuracy of one shard only."
         )
 
 
@@ -415,7 +416,9 @@ def wrong_files(ranks: list[Seen]) -> None:
 def wrong_names(folder: Path) -> None:
     names = torch.load(folder / "best.pt", weights_only=True)
     if any(name.startswith("module.") for name in names):
-        raise Wrong("The names in best.pt begin with `module.`: the weights cannot be loaded without DDP.")
+        raise Wrong(
+            "The names in best.pt begin with `module.`, so the plain network cannot load the weights."
+        )
 
 
 def wrong_accuracy(program: ModuleType, folder: Path, said: float) -> None:
@@ -429,8 +432,9 @@ def wrong_accuracy(program: ModuleType, folder: Path, said: float) -> None:
     true = 100 * right / VALIDATE
     if not is_close(said, true, 1e-3):
         raise Wrong(
-            f"Of {VALIDATE} validation images the network knows {right}: {true:.2f} %. The script says "
-            f"{said:.2f} %. Sum up over all ranks how many are right, and of how many, and then divide."
+            f"The network classifies {right} of {VALIDATE} validation images correctly, {true:.2f} %, but "
+            f"the script returns {said:.2f} %. Over all ranks, sum how many are right and how many there "
+            "are, and then divide."
         )
 
 
@@ -444,8 +448,8 @@ def wrong_resume(whole: list[Seen], resumed: list[Seen]) -> None:
     (in_one_go, _) = whole[0]["results"][1]
     if not is_close(loss, in_one_go, 1e-5):
         raise Wrong(
-            f"Resumed after one epoch, the second epoch has a loss of {loss:.6f}. Without a stop, it has "
-            f"{in_one_go:.6f}."
+            f"Resumed after one epoch, the second epoch has a loss of {loss:.6f}. Without a stop, its loss "
+            f"is {in_one_go:.6f}."
         )
 
 
@@ -471,8 +475,8 @@ WRONG = [
     (SCRIPT, "            dist.broadcast(buffer, src=0)\n", "            pass\n", "different networks"),
     (SCRIPT, "buffer in model.buffers()", "buffer in [*model.buffers()][:1]", "different networks"),
     (SCRIPT, "    dist.all_reduce(right)\n", "", "of one shard only"),
-    (SCRIPT, "    dist.all_reduce(right)\n", "    dist.broadcast(right, src=0)\n", "Sum up over all ranks"),
-    (SCRIPT, "    dist.all_reduce(right)\n", MEAN, "Sum up over all ranks"),
+    (SCRIPT, "    dist.all_reduce(right)\n", "    dist.broadcast(right, src=0)\n", "Over all ranks, sum"),
+    (SCRIPT, "    dist.all_reduce(right)\n", MEAN, "Over all ranks, sum"),
     (SCRIPT, BATCHES, ON_ONE, "does not train and validate in turn"),
     (SCRIPT, "        if rank > 0:\n            continue\n", "", "Both ranks write best.pt"),
     (SCRIPT, "torch.save(model.state", "torch.save(ddp.state", "begin with `module.`"),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
-# kill -9, with --save-every 100: at most how many steps will the training do twice?
+# After kill -9, with --save-every 100: at most how many steps will the training do twice?
 prediction = 99
 
 # Where it resumed after kill -9
@@ -23,24 +23,25 @@ never_caught = KILL
 HINTS = """\
 ## 1
 
-Look for the lines `resumed from` and `saved and stopped`. A training that a signal has stopped prints the
-second before it ends. One that was killed with `kill -9` prints nothing.
+Look for the lines `resumed from` and `saved and stopped`. A training that a signal has stopped prints
+`saved and stopped` before it ends. A training that was killed with `kill -9` prints nothing.
 
 ## 2
 
-`resumed from ...: epoch 1, 100 of 937 steps done` means that it resumes with step 101 of epoch 1. If there is
-no such line, no checkpoint had been saved: let it run longer, and kill it again.
+`resumed from ...: epoch 1, 100 of 937 steps done` means that the training resumes with step 101 of epoch 1.
+If there is no such line, no checkpoint had been saved: let the training run longer, and kill it again.
 
 ## 3
 
-With --save-every 100, the newest checkpoint before step 599 is that of step 500. A signal has it save the
-step in which it stops, so nothing is done twice. `man 7 signal` says which signals cannot be caught.
+With --save-every 100, the newest checkpoint before step 599 is that of step 500. At a signal the training
+saves the step in which it stops, so nothing is done twice. `man 7 signal` says which signals cannot be
+caught.
 """
 STARTS_WITH = "`prediction`"
 RECORDED = {"03_multigpu_ddp/exercises/04_time_limit/recorded": []}
 WRONG = [
     ("runs/time_limit.txt", "resumed from", "began with", "never says `resumed from`"),
-    ("runs/time_limit.txt", "saved and stopped", "ended", "no limit has stopped it"),
+    ("runs/time_limit.txt", "saved and stopped", "ended", "no limit has stopped the training"),
     ("answers.txt", "step = 100", "step = 160", "does not resume at"),
     ("answers.txt", "saved_after = 160", "saved_after = 100", "`saved and stopped`"),
     ("answers.txt", "resumed_after = 160", "resumed_after = 100", "next `resumed from`"),
@@ -67,7 +68,7 @@ def check(workspace: Workspace) -> str:
     names = ("runs/time_limit.txt", "job.txt")
     logs = [name for name in names if (workspace.folder / name).exists()]
     if not logs:
-        raise Wrong("There is no log mine/job.txt yet. Run the commands of the README, or take `recorded`.")
+        raise Wrong("There is no log mine/job.txt yet. Run the commands of the README, or use `recorded`.")
     resumes = _resumes(workspace.text(logs[0]))
     killed = next((resume for resume in resumes if resume.stopped is None), None)
     limited = next((resume for resume in resumes if resume.stopped), None)
@@ -75,34 +76,34 @@ def check(workspace: Workspace) -> str:
         raise Wrong(
             "In the log, no training resumes after a kill: each `resumed from` follows a `saved and "
             "stopped`. Kill a rank with kill -9 when a checkpoint has been saved, and start the training "
-            "again. If you have done that as well, one of the starts saved in a folder of its own: give all "
-            "of them the same TRAINKIT_JOB_DIR, in one shell."
+            "again. If you have done that, one of the starts saved in a different folder: give all of them "
+            "the same TRAINKIT_JOB_DIR, in one shell."
         )
     if limited is None:
         raise Wrong(
-            "In the log, no limit has stopped it: there is no `resumed from` behind `saved and stopped`."
+            "In the log, no limit has stopped the training: no `resumed from` follows a `saved and stopped`."
         )
     given = answers.number("epoch"), answers.number("step")
     if given != (killed.epoch, killed.step):
         raise Wrong(
-            "After kill -9 the training does not resume at your `epoch` and `step`: the first `resumed from` "
-            "without a `saved and stopped` before it has both."
+            "After kill -9 the training does not resume at your `epoch` and `step`. Both are in the first "
+            "`resumed from` that no `saved and stopped` precedes."
         )
     _check_limit(answers.number("saved_after"), answers.number("resumed_after"), limited)
     _check_repeated(answers.number("repeated"))
     if answers.word("never_caught", "usr2", "term", "kill") != "kill":
         raise Wrong("`never_caught`: plain_ddp.py has a handler for that one, in STOP_SIGNALS, and saves.")
     return (
-        f"After kill -9 it went back to step {killed.step} of epoch {killed.epoch}, its newest checkpoint: "
-        f"at most {SAVE_EVERY - 1} steps are done twice (you predicted {predicted:g}). At the limit it was "
-        f"warned, saved in step {limited.step}, and went on with the next one. So save every so many steps "
-        "for the ends that nobody announces, at a signal for those that Slurm does, and write the file "
-        "beside the old one before it takes its place: a kill may come while it is written."
+        f"After kill -9 the training returned to step {killed.step} of epoch {killed.epoch}, its newest "
+        f"checkpoint: at most {SAVE_EVERY - 1} steps are done twice (you predicted {predicted:g}). At the "
+        f"limit it was warned, saved after step {limited.step}, and resumed with the next one. So save "
+        "regularly for ends that nobody announces, and at a signal for those that Slurm announces. Write a "
+        "new file before you replace the old one, since a kill may come while you write."
     )
 
 
 def _resumes(log: str) -> list[Resume]:
-    """Return where the training resumed, each time."""
+    """Return every place where the training resumed."""
     resumes = []
     stopped = None
     for line in log.splitlines():
@@ -113,8 +114,8 @@ def _resumes(log: str) -> list[Resume]:
             stopped = None
     if not resumes:
         raise Wrong(
-            "The log never says `resumed from`. Start the same command again after the kill; if no "
-            "checkpoint had been saved by then, let it run longer."
+            "The log never says `resumed from`. Start the same command again after the kill. If no "
+            "checkpoint had been saved by then, let the training run longer."
         )
     return resumes
 
@@ -122,23 +123,25 @@ def _resumes(log: str) -> list[Resume]:
 def _check_limit(saved_after: float, resumed_after: float, limited: Resume) -> None:
     stopped_in, after = limited.stopped
     if saved_after != after:
-        raise Wrong("`saved_after`: the first line `saved and stopped` in the log has the number of steps.")
+        raise Wrong("`saved_after`: the number is in the first line `saved and stopped` of the log.")
     if resumed_after != limited.step:
-        raise Wrong(f"`resumed_after`: the next `resumed from` behind it has {limited.step} steps done.")
+        raise Wrong(
+            f"`resumed_after`: in the next `resumed from` after that line, {limited.step} steps are done."
+        )
     if (stopped_in, after) != (limited.epoch, limited.step):
         raise Wrong(
-            f"It stopped in epoch {stopped_in} after {after} steps, and resumed in epoch {limited.epoch} "
-            f"after {limited.step}: was the checkpoint moved, or the log edited?"
+            f"The training stopped in epoch {stopped_in} after {after} steps, but resumed in epoch "
+            f"{limited.epoch} after {limited.step}: was the checkpoint moved, or the log edited?"
         )
 
 
 def _check_repeated(repeated: float) -> None:
     if repeated == 0:
         raise Wrong(
-            "`repeated`: kill -9 sends no signal that the program could catch, so it has not saved step 599."
+            "`repeated`: kill -9 sends no signal that the program could catch, so step 599 is not saved."
         )
     if repeated not in (SAVE_EVERY - 1, SAVE_EVERY):
         raise Wrong(
-            f"`repeated`: it saves every {SAVE_EVERY} steps. Which checkpoint is the newest, and which steps "
-            "follow?"
+            f"`repeated`: the training saves every {SAVE_EVERY} steps. Which checkpoint is the newest, and "
+            "which steps follow it?"
         )

@@ -13,29 +13,29 @@ from trainkit.workshop.ranks import TIMEOUT, in_ranks
 from trainkit.workshop.work import Answers, Workspace, Wrong
 
 ANSWERS = """\
-# Before you start it: how many of the three ranks will stand still?
+# Before you start the script: how many of the three ranks will stand still?
 prediction = 3
 # While it hangs: the innermost line of train.py in the stack of each rank
 line_of_rank_0 = 44
 line_of_rank_1 = 30
 line_of_rank_2 = 44
-# The rank that is not in the collective of the others, and the line with the condition that let it skip that
+# The rank that is not in the collective of the others, and the line whose condition let it skip that one
 left = 1
 left_by = 63
-# The watchdog's lines in the README: what is wrong? network, slow or mismatch
+# What is wrong according to the watchdog's lines in the README: network, slow or mismatch?
 watchdog = mismatch
 """
 HINTS = """\
 ## 1
 
-py-spy shows one stack for each process, the innermost call first. The first lines are in PyTorch: which
-line is the first of train.py below them? `--locals` shows the `rank` of each process.
+py-spy shows one stack for each process, with the innermost call first. The first lines are in PyTorch. Which
+line of train.py comes next? `--locals` shows the `rank` of each process.
 
 ## 2
 
 Two ranks are in one line, and the third is in a different one: it never reached theirs. From their line, go
 outwards, call by call, to a condition that only they have passed. What did each rank compare? The
-`--locals` of `main` show that, too.
+`--locals` of `main` also show that.
 
 ## 3
 
@@ -63,13 +63,13 @@ WRONG = [
     ("answers.txt", "rank_1 = 30", "rank_1 = 44", "`line_of_rank_1`: rank 1 is in a different line"),
     ("answers.txt", "rank_0 = 44", "rank_0 = 66", "only calls"),
     ("answers.txt", "rank_2 = 44", "rank_2 = 6371", "a line of PyTorch"),
-    ("answers.txt", "left = 1", "left = 0", "Rank 0 is in the same line as another rank"),
+    ("answers.txt", "left = 1", "left = 0", "Rank 0 is in the same line as a second rank"),
     ("answers.txt", "left_by = 63", "left_by = 42", "the condition"),
     ("answers.txt", "= mismatch", "= slow", "the same number"),
     ("answers.txt", "= mismatch", "= network", "the same number"),
     (SCRIPT, SUM, "", "wait for each other in vain"),
     (SCRIPT, IF, IF.replace("error", "rank == 0 and error", 1), "wait for each other in vain"),
-    (SCRIPT, SUM, OF_RANK_0, "not the mean error that decides"),
+    (SCRIPT, SUM, OF_RANK_0, "the mean error does not decide"),
     (SCRIPT, IF + SAVE, "        error *= 1 + epoch * rank\n" + IF + ALWAYS, "each rank still decides"),
 ]  # fmt: skip
 LINES = (Path(__file__).parent / "starter" / SCRIPT).read_text().splitlines()
@@ -85,12 +85,11 @@ def check(workspace: Workspace) -> str:
     check_answers(answers)
     check_saved(run(workspace))
     return (
-        f"It runs to the end, and all ranks save together. You predicted that {prediction:.0f} ranks would "
-        "stand still: all three did. Rank 1 found that its own error was worse than before, left out the "
-        "barrier, and waited in the next collective, to which no other rank came. An error would have come "
-        "after half an hour, gloo's default timeout, from the lines that wait, not from the line that is "
-        "wrong. NCCL's watchdog ends a job after ten minutes, and it too names only the collective that "
-        "waits."
+        f"The script runs to the end, and all ranks save together. You predicted that {prediction:.0f} ranks "
+        "would stand still: all three did. The error of rank 1 was worse than before, so rank 1 skipped the "
+        "barrier, and waited in the next collective, which no other rank called. After half an hour, gloo's "
+        "default timeout, an error would have named the lines that wait, not the line that is wrong. NCCL's "
+        "watchdog ends a job after ten minutes, and also names only the collective that waits."
     )
 
 
@@ -99,7 +98,7 @@ def check_answers(answers: Answers) -> None:
         name = f"line_of_rank_{rank}"
         answer = answers.number(f"line_of_rank_{rank}")
         if answer > len(LINES):
-            raise Wrong(f"`{name}`: train.py has {len(LINES)} lines; {answer:.0f} is a line of PyTorch.")
+            raise Wrong(f"`{name}`: train.py has {len(LINES)} lines, so {answer:.0f} is a line of PyTorch.")
         if answer in CALLS:
             raise Wrong(f"`{name}`: line {answer:.0f} only calls the function in which the rank waits.")
         if answer != true:
@@ -107,9 +106,11 @@ def check_answers(answers: Answers) -> None:
                 f"`{name}`: rank {rank} is in a different line. Its process is the one with `rank: {rank}`."
             )
     if answers.number("left") != 1:
-        raise Wrong(f"Rank {answers['left']} is in the same line as another rank: which rank is alone?")
+        raise Wrong(f"Rank {answers['left']} is in the same line as a second rank. Which rank is alone?")
     if answers.number("left_by") != WHERE["if error < best:"]:
-        raise Wrong("`left_by`: look for the condition that let ranks 0 and 2 go to the barrier, not rank 1.")
+        raise Wrong(
+            "`left_by`: look for the condition that let ranks 0 and 2 reach the barrier, but not rank 1."
+        )
     if answers.word("watchdog", "network", "slow", "mismatch") != "mismatch":
         raise Wrong(
             "`watchdog`: both ranks wait in the collective with the same number. Compare its OpType and "
@@ -128,9 +129,11 @@ def run(workspace: Workspace) -> list[list[int]]:
 
 def check_saved(saved: list[list[int]]) -> None:
     if not saved[0] == saved[1] == saved[2]:
-        raise Wrong(f"No rank hangs any more, but each rank still decides by itself when to save: {saved}.")
+        raise Wrong(
+            f"No rank hangs any more, but each rank still decides by itself in which epochs to save: {saved}."
+        )
     if saved[0] != LOWEST:
         raise Wrong(
-            f"All ranks save in the epochs {saved[0]}, but it is not the mean error that decides: by that, "
-            f"these would be {LOWEST}. Does one station decide for all?"
+            f"All ranks save in the epochs {saved[0]}, but the mean error does not decide: by that, the "
+            f"epochs would be {LOWEST}. Does one station decide for all?"
         )

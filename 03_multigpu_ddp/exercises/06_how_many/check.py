@@ -7,7 +7,7 @@ from pathlib import Path
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
-# How many times as fast as 128 GPUs are 256?
+# By what factor are 256 GPUs faster than 128?
 prediction = 1.5
 # How many GPUs for each question?
 fastest = 256
@@ -54,15 +54,15 @@ SOLUTION = {
 }
 STARTS_WITH = "`prediction`"
 WRONG = [
-    ("table.csv", "77.5,83.7,89.3", "77.5,83.7,1.39", "each of the 64 GPUs"),
+    ("table.csv", "77.5,83.7,89.3", "77.5,83.7,1.39", "for each of the 64 GPUs"),
     ("table.csv", "88.1", "113.5", "upside down"),
     ("table.csv", "88.1", "0.881", "is the fraction"),
     ("table.csv", "6.20,77.5", "6.20,9.68", "divides by all 64 GPUs"),
     ("table.csv", "1.87,93.7,277", "1.87,93.7,?", "still open"),
     ("table.csv", "1.87,93.7,277", "1.87,93.7,many", "table.csv, 16 GPUs: `minutes = many` is not a number"),
     ("table.csv", "1.87,93.7,277", "1.87,93.7,16617", "in seconds"),
-    ("answers.txt", "cheapest = 8", "cheapest = 256", "69.2 GPU-hours are fewer"),
-    ("answers.txt", "deadline = 32", "deadline = 256", "78.5 GPU-hours are fewer"),
+    ("answers.txt", "cheapest = 8", "cheapest = 256", "8 GPUs take only 69.2 GPU-hours"),
+    ("answers.txt", "deadline = 32", "deadline = 256", "32 GPUs take only 78.5 GPU-hours"),
     ("answers.txt", "deadline = 32", "deadline = 16", "does not allow that"),
     ("answers.txt", "budget = 128", "budget = 256", "176.9 GPU-hours"),
     ("answers.txt", "rule = 64", "rule = 256", "39 %"),
@@ -103,11 +103,11 @@ def check(workspace: Workspace) -> str:
     fastest, before = table[256], table[128]
     return (
         f"256 GPUs are {fastest['speedup'] / before['speedup']:.2f} times as fast as 128 (you predicted "
-        f"{predicted:g}), and cost {fastest['gpu_hours'] / before['gpu_hours']:.2f} times as much. Five "
-        "questions have five different answers: no table shows how many GPUs are best before you decide what "
-        "counts. And the batch grew with the GPUs, from 32 sequences to 1,024: whether 10 billion tokens are "
-        "enough with that batch is a question that no throughput answers. Measure a short run of your "
-        "training first: `python ../slurm/sweep.py --gpus 1,2,4` makes such a table."
+        f"{predicted:g}), and cost {fastest['gpu_hours'] / before['gpu_hours']:.2f} times as much. The five "
+        "questions have five different answers, so decide what counts before you look for the best number. "
+        "The batch also grew with the GPUs, from 32 sequences to 1,024, and no throughput shows whether 10 "
+        "billion tokens are enough with that batch. Measure a short run of your training first: `python "
+        "../slurm/sweep.py --gpus 1,2,4` makes such a table."
     )
 
 
@@ -148,13 +148,14 @@ def hint(name: str, number: float, value: float, gpus: int) -> str:
     """Return what is wrong with a number, where the right one is `value`."""
     known = {
         "efficiency": {
-            100 * 100 / value: f"{number:g} is upside down. Efficiency is seldom above 100 %.",
+            100 * 100 / value: "the division is upside down. Efficiency is seldom above 100 %.",
             value / 100: f"{number:g} is the fraction; the column is in percent.",
             value / 8: f"{number:g} divides by all {gpus} GPUs: the speedup is relative to 8.",
         },
         "minutes": {60 * value: f"{number:g} is in seconds.", value / 60: f"{number:g} is in hours."},
         "gpu_hours": {
-            value / gpus: f"{number:g} are the hours of the job, and each of the {gpus} GPUs costs as many.",
+            value
+            / gpus: f"{number:g} are the hours of the job, but you pay them for each of the {gpus} GPUs.",
             60 * value: f"{number:g} are GPU-minutes.",
         },
     }
@@ -182,12 +183,14 @@ def check_choice(question: str, answers: Answers, table: dict[int, dict[str, flo
     if best != chosen:
         unit = "minutes" if least == "minutes" else "GPU-hours"
         better = f"{table[best][least]:.1f} {unit}"
-        raise Wrong(f"{sentence}. That is allowed, but {better} are fewer: those of {best} GPUs.")
+        raise Wrong(f"{sentence}. That is allowed, but {best} GPUs take only {better}.")
 
 
 def check_batch(batch: float) -> None:
     if batch == 4:
-        raise Wrong("`batch`: 4 sequences are the batch of one GPU. How many do all of them train in a step?")
+        raise Wrong(
+            "`batch`: 4 sequences are the batch of one GPU. How many do all GPUs have together in a step?"
+        )
     if batch != 1024:
         raise Wrong(
             "`batch`: each GPU keeps its 4 sequences (weak scaling), so the batch grows with the GPUs."

@@ -21,8 +21,8 @@ verdict = waiting for a core takes 82 % of the time of ranks 0, 1 on n1
 HINTS = """\
 ## 1
 
-The doctor's lines that begin with FAULT say what to do. `--python` is the Python of your environment: when it
-is active, `which python` prints it. Everything that belongs to your script goes behind its name.
+The doctor's lines that begin with FAULT say what to do. `--python` is the Python of your environment, which
+`which python` prints when the environment is active. The arguments of your script follow its name.
 
 ## 2
 
@@ -32,14 +32,14 @@ job.
 
 ## 3
 
-`python ../slurm/jobs.py`, in the folder of the stage, lists the jobs of this checkout, the latest last. Its
-last column is the first line of the verdict.
+In the folder of the stage, `python ../slurm/jobs.py` lists the jobs of this checkout, with the latest last.
+Its last column is the first line of the verdict.
 """
 STARTS_WITH = "`prediction`"
 RECORDED = {"03_multigpu_ddp/exercises/07_your_job/recorded": []}
 VERDICT = "waiting for a core takes 82 % of the time of ranks 0, 1 on n1"
 WRONG = [
-    ("answers.txt", "job = 11", "job = train", "is a number"),
+    ("answers.txt", "job = 11", "job = train", "is not a number"),
     ("answers.txt", "job = 11", "job = 99999999", "no job 99999999"),
     ("answers.txt", VERDICT, "next time --mem=2G would be enough", "line 2 of the verdict"),
     ("answers.txt", VERDICT, "the loader", "not the first line"),
@@ -55,7 +55,9 @@ def check(workspace: Workspace) -> str:
     prediction = answers.number("prediction")
     job = answers["job"].strip()
     if not job.isdecimal():
-        raise Wrong(f"`job = {job}`: it is a number, as `python ../slurm/jobs.py` lists it.")
+        raise Wrong(
+            f"`job = {job}` is not a number. `python ../slurm/jobs.py` lists the numbers of your jobs."
+        )
     recorded = workspace.folder / "runs" / job
     row, folder = (_recorded(job, recorded), recorded) if recorded.is_dir() else _of_this_checkout(job)
     script = _check_script(job, folder)
@@ -64,13 +66,13 @@ def check(workspace: Workspace) -> str:
     ranks = len({path.stem for path in folder.glob("rank-*")})
     whose = ""
     if recorded.is_dir():
-        whose = " That was our job, on the practice cluster: run one of your own as soon as you can."
+        whose = " That was our job, on the practice cluster: run your own as soon as you can."
     elif STARTER in script.path:
-        whose = " That was our script: do the same with one of yours, tomorrow."
+        whose = " That was our script: tomorrow, do the same with yours."
     took = "unknown" if row.seconds is None else f"{row.seconds:.0f} seconds"
     return (
         f"Job {job} ran {script.label} with {ranks} rank(s), in {script.python}, and ended well. It took "
-        f"{took}; you expected {prediction:g}. Ask for that and half as much again in --time, and do what "
+        f"{took}; you expected {prediction:g}. Next time, ask for half as much again in --time, and do what "
         f"the verdict says before you add GPUs.{whose}"
     )
 
@@ -94,9 +96,13 @@ def _of_this_checkout(job: str) -> tuple[Listed, Path]:
 def _check_script(job: str, folder: Path) -> job_folder.Script:
     script = job_folder.read_script(folder)
     if script is None:
-        raise Wrong(f"Job {job} has not begun yet, or left no note of its script: wait, or submit it again.")
+        raise Wrong(
+            f"Job {job} has not begun yet, or left no record of its script: wait, or submit it again."
+        )
     if Path(script.path).stem in OURS or not (folder / job_folder.PLAIN).exists():
-        raise Wrong(f"Job {job} ran {script.label}, a training of this project. Yours goes behind --plain.")
+        raise Wrong(
+            f"Job {job} ran {script.label}, a training of this project. Write your own script after --plain."
+        )
     return script
 
 
@@ -118,4 +124,6 @@ def _check_verdict(answer: str, folder: Path) -> None:
     if not said:
         raise Wrong(f"`verdict` is not the first line of the verdict, which is: {lines[0]}")
     if said[0] > 1:
-        raise Wrong(f"`verdict` is line {said[0]} of the verdict: the first is the worst that was found.")
+        raise Wrong(
+            f"`verdict` is line {said[0]} of the verdict. The first line is the worst that was found."
+        )

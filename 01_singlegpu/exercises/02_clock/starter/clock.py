@@ -1,4 +1,4 @@
-"""How many images per second does the device train? The answer is wrong for two reasons."""
+"""How many images per second does the device train on? The answer is wrong for two reasons."""
 
 import statistics
 import time

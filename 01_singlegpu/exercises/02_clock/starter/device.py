@@ -1,4 +1,4 @@
-"""A device that works like a GPU: giving it work does not wait. There is nothing to change here."""
+"""A device that works like a GPU: Python gives it work without waiting. There is nothing to change here."""
 
 import queue
 import threading
@@ -6,7 +6,7 @@ import time
 
 
 class Device:
-    """Trains 64 images in 2 milliseconds; the first 20 steps, which load kernels, take five times as long."""
+    """Trains on 64 images in 2 milliseconds. The first 20 steps load kernels, and take five times as long."""
 
     def __init__(self) -> None:
         self._queue = queue.Queue()
@@ -36,16 +36,16 @@ class Device:
 
 
 class Event:
-    """A mark in the queue of a device, which notes when the device comes to it."""
+    """A mark in the queue of a device, which notes when the device reaches it."""
 
     def __init__(self, tasks: queue.Queue) -> None:
         self._tasks = tasks
         self.reached_at = 0.0
 
     def record(self) -> None:
-        """Put the mark into the queue, behind the steps that are there."""
+        """Put the mark into the queue, after the steps that are there."""
         self._tasks.put(self)
 
     def elapsed_time(self, end: "Event") -> float:
-        """Return the milliseconds from this mark to a later one, once the device has come to both."""
+        """Return the milliseconds from this mark to a later one, once the device has reached both."""
         return 1000 * (end.reached_at - self.reached_at)

@@ -13,7 +13,7 @@ from trainkit.data import synthetic
 
 EPOCHS = 3
 BATCH = 64
-LARGEST = 6.0  # no feature is larger
+LARGEST = 6.0  # features are cut off at this value
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 
 def make_loader(data: Dataset, device: torch.device) -> DataLoader:
-    """Return a loader of batches in a new order in every epoch, for a training on the device."""
+    """Return a loader whose batches come in a new order in every epoch, for a training on the device."""
     return DataLoader(data, BATCH, shuffle=True)
 
 
@@ -75,7 +75,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> float:
-    """One epoch; returns the mean of the losses of its batches."""
+    """Train for one epoch, and return the mean of the losses of its batches."""
     model.train()
     total = 0.0
     for images, labels in loader:

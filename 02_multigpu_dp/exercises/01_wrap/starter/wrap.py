@@ -37,7 +37,7 @@ def load(model: nn.Module, path: Path) -> None:
 
 def main() -> None:
     torch.manual_seed(1)
-    torch.set_num_threads(1)  # more do not pay for so little
+    torch.set_num_threads(1)  # more are no faster with so little work
     device = "cuda" if torch.cuda.is_available() else "cpu"
     images = torch.randn(2000, 20, device=device)
     labels = (images @ torch.randn(20, 4, device=device)).argmax(1)

@@ -25,7 +25,7 @@ def speedup(one: float, two: float) -> float:
 
 
 def efficiency(one: float, two: float, devices: int) -> float:
-    """Return the share of what `devices` would do at best."""
+    """Return the speedup as a share of the best possible one on `devices`."""
     return ...
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     epochs_of = runs()
     missing = sorted({(devices, batch) for devices in (1, 2) for batch in (128, 256)} - set(epochs_of))
     if missing:
-        raise SystemExit(f"in runs/ there is none yet of (devices, batch) {missing}")
+        raise SystemExit(f"runs/ has no run yet with (devices, batch) {missing}")
     print("devices  batch  images/s  total s  accuracy %")
     for (devices, batch), epochs in sorted(epochs_of.items()):
         last = epochs[-1]["test_accuracy"]

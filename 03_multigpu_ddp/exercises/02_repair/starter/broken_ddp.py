@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def join() -> tuple[int, int]:
-    """Meet the other processes, on any number of nodes; returns rank and world size."""
+    """Meet the other processes, on any number of nodes; return rank and world size."""
     os.environ["MASTER_ADDR"] = "localhost"
     rank = int(os.environ["LOCAL_RANK"])
     size = int(os.environ["WORLD_SIZE"])
@@ -51,7 +51,7 @@ def join() -> tuple[int, int]:
 
 
 def load(images: int, seed: int) -> Dataset:
-    """Digits that are generated, the same on every rank."""
+    """Return generated digits, the same on every rank."""
     pixels, labels = synthetic.digits(images, seed)
     return TensorDataset(pixels / 255 - 0.2, labels)
 
@@ -61,7 +61,7 @@ def network() -> nn.Module:
 
 
 def split(images: Dataset) -> tuple[Dataset, Dataset]:
-    """Return the images to train on, and every sixth to validate with."""
+    """Return the images to train on, and a sixth of all images to validate with."""
     validation = len(images) // 6
     sizes = [len(images) - validation, validation]
     train_set, validation_set = random_split(images, sizes)
@@ -75,7 +75,7 @@ def training_batches(train_set: Dataset, rank: int, size: int) -> DataLoader:
 
 
 def fit(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """Train; returns the mean loss of all images, the images/s of all ranks and the seconds of each epoch."""
+    """Train; return the mean loss of all images, the images/s of all ranks and the seconds of each epoch."""
     numbers = []
     for epoch in range(EPOCHS):
         start = time.perf_counter()
@@ -88,7 +88,7 @@ def fit(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer) 
 def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, epoch: int
 ) -> tuple[float, int]:
-    """One epoch; returns its mean loss and the number of its images."""
+    """Train for one epoch; return its mean loss and the number of its images."""
     model.train()
     trained = 0
     for images, labels in loader:

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 FOLDER = Path(__file__).resolve().parent / "digits"
-BATCH = 32  # images of an optimizer step, in all
+BATCH = 32  # images of an optimizer step, on all ranks together
 
 
 class Images(Dataset):
-    """The images of one of the files that digits.py writes, each read when it is asked for."""
+    """The images of one of the files that digits.py writes; each is read only when it is needed."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.images = np.load(folder / f"{name}-images.npy", mmap_mode="r")
@@ -42,7 +42,7 @@ def choose_device() -> torch.device:
 
 
 def main(arguments: list[str] | None = None) -> list[tuple[float, float]]:
-    """Train; returns the mean loss and the accuracy (%) of each epoch, over all images of all processes."""
+    """Train; return the mean loss and the accuracy (%) of each epoch, over all images of all processes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=FOLDER)
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> list[tuple[float, float]]:
 def train_epoch(
     model: nn.Module, batches: DataLoader, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> float:
-    """Train for one epoch; returns its mean loss."""
+    """Train for one epoch; return its mean loss."""
     model.train()
     losses = torch.zeros(1, device=device)
     for images, labels in batches:
@@ -99,9 +99,9 @@ def train_epoch(
 
 
 def validate(model: nn.Module, batches: DataLoader, device: torch.device) -> float:
-    """Return how much of the validation set the model knows, in percent."""
+    """Return the accuracy on the validation set, in percent."""
     model.eval()
-    right = torch.zeros(2, device=device)  # and of how many
+    right = torch.zeros(2, device=device)  # how many are right, and of how many
     with torch.no_grad():
         for images, labels in batches:
             right[0] += (model(images.to(device)).argmax(1) == labels.to(device)).sum()

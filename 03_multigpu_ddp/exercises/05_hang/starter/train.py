@@ -38,14 +38,14 @@ def validate(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> f
 
 
 def save(model: nn.Module) -> None:
-    """Write the weights. No rank goes on before the file is complete."""
+    """Write the weights. No rank continues before the file is complete."""
     if dist.get_rank() == 0:
         torch.save(model.state_dict(), BEST)
     dist.barrier()
 
 
 def main() -> list[int]:
-    """Train; returns the epochs whose mean error over all stations was the lowest so far."""
+    """Train; return the epochs whose mean error over all stations was the lowest so far."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     last_year, this_year = readings(LAST_YEAR[rank]), readings(THIS_YEAR[rank])

@@ -1,4 +1,4 @@
-"""A training for those who brought none: a small network on made-up data, with as many ranks as are started.
+"""A training for those who have none: a small network on made-up data, on any number of ranks.
 
 It does not use the kit. Try: python exercises/07_your_job/mine/train.py --steps 50
 """
@@ -18,7 +18,7 @@ BATCH = 64  # samples of a step on each rank
 
 
 class Rows(Dataset):
-    """Rows of 256 numbers and their mean square, each made when it is asked for."""
+    """Rows of 256 numbers and their mean square; each row is made only when it is needed."""
 
     def __len__(self) -> int:
         return 100_000
