@@ -120,7 +120,9 @@ def _diff(folder: Path, *names: str) -> str:
     hunks = [body[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
     first_code_line = _first_code_line(before)
     kept = [hunk for hunk in hunks if _last_line_before(hunk[0]) >= first_code_line]
-    return "\n".join(["```diff", *header, *(line for hunk in kept for line in hunk), "```"])
+    # A reader of the page has no use for line numbers, only for the mark that lines are left out.
+    shown = [line for _, *changes in kept for line in ("@@", *changes)]
+    return "\n".join(["```diff", *header, *shown, "```"])
 
 
 def _first_code_line(path: Path) -> int:
