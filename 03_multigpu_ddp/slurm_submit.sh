@@ -22,7 +22,7 @@ set -euo pipefail
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
 choose_training mnist_ddp.py "$@"
 
-# srun starts every rank. One that fails takes the others down (--kill-on-bad-exit), and one that
-# leaves early gives them 60 seconds to end (--wait): else they would wait for it at full price.
+# srun starts every rank. If a rank fails, srun ends the others at once (--kill-on-bad-exit), and if one leaves early,
+# after 60 seconds (--wait). Otherwise they would wait for it until the time limit.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
     "${SITE_CONTAINER[@]}" python "${TRAINING[@]}"

@@ -30,7 +30,7 @@ def submit(request: Request) -> Handle:
             request.folder,
             # "slurm", or "local": processes of this machine.
             cluster=request.cluster,
-            # What follows srun goes into the job's shell as it is; job_env.sh has set these variables there.
+            # This goes into the job's shell after srun, as it is. job_env.sh has set these variables there.
             slurm_python='--cpus-per-task="$SLURM_CPUS_PER_TASK" "${SITE_SRUN_ARGS[@]}" '
             '"${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python',
         )
@@ -55,15 +55,15 @@ def submit(request: Request) -> Handle:
             # Bash, before srun: it sources slurm/job_env.sh.
             slurm_setup=request.setup,
             slurm_srun_args=[
-                # A rank that fails takes the others down.
+                # If a rank fails, srun ends the others.
                 "--kill-on-bad-exit=1",
-                # And one that leaves early gives the others 60 seconds to end.
+                # If one leaves early, it ends them after 60 seconds.
                 "--wait=60",
                 # Rank 0 writes into the log of the job script.
                 "--open-mode=append",
             ],
         )
-        # submitit pickles this object, and calls it in every process of the job. Several are an array.
+        # submitit pickles each object, and calls it in every process of its job. Several jobs are an array.
         sent.jobs = executor.submit_array([Training(job.stage, job.arguments) for job in request.jobs])
     return sent.handle
 
