@@ -361,6 +361,36 @@ def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
     assert found == expected, said
 
 
+PROFILE = REPOSITORY / "03_multigpu_ddp" / "exercises" / "19_profile"
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("small.rank-0.json", "Start the run `small`"), ("late.rank-1.json", "none of rank 1")],
+)
+def test_a_trace_that_is_missing(missing: str, words: str, learner: Callable[[Path], Learner]) -> None:
+    mine = learner(PROFILE)
+    mine.solve()
+    (mine.mine / "runs" / missing).unlink()
+    assert words in mine.check()[1]
+
+
+@pytest.mark.full
+def test_what_the_profiler_writes_of_two_ranks(learner: Callable[[Path], Learner]) -> None:
+    """The events that exercise `profile` reads have the same names in this PyTorch."""
+    mine = learner(PROFILE)
+    mine.solve()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for recorded in (mine.mine / "runs").glob("small.*"):
+        recorded.unlink()
+    succeeded(ran(*torchrun, mine.mine / "train.py", "small", "--bucket-mb=1"))
+    for rank in CHECKS[PROFILE]["read_run"](Workspace(mine.mine), "small"):
+        assert [step.number for step in rank] == [3, 4]
+        for step in rank:
+            assert len(step.all_reduces) == len(step.handed_over) > 1
+            assert min(bar.start for bar in step.all_reduces) > step.phases["backward"].start
+
+
 def test_all_open_answers_are_named(learner: Callable[[Path], Learner]) -> None:
     said = learner(CLOCK.parent / "03_waiting_loader").check()[1]
     assert "`prediction`, `waited`, " in said and "`workers` are still open" in said
