@@ -208,26 +208,21 @@ def markdown(lines: list[dict[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
-def ladder_table(ladder: Path, cold_starts: Path) -> str:
-    """Lay out what one_gpu.py has measured, with the start of what is compiled from an empty cache."""
-    with cold_starts.open() as file:
-        cold = {row["what"]: row["first_two_steps_s"] for row in csv.DictReader(file)}
+def ladder_table(ladder: Path) -> str:
+    """Lay out what each rung of one_gpu.py adds and gains, without the rungs beside the ladder."""
     with ladder.open() as file:
-        return markdown([rung_row(row, cold) for row in csv.DictReader(file)])
-
-
-def rung_row(row: dict[str, str], cold: dict[str, str]) -> dict[str, str]:
-    """Return a line of the table of rungs."""
-    return {
-        "rung": row["rung"].removeprefix("beside: "),
-        "the line": row["added"],
-        "images/s": f"{int(row['samples_per_s']):,}",
-        "min..max": spread(row),
-        "x first": f"{float(row['times_first']):.2f}",
-        "ms a step": f"{float(row['ms_per_step']):.1f}",
-        "memory, MB": f"{int(row['peak_memory_mb']):,}",
-        "first two steps, s": cold.get(f"ladder, {row['rung']}", row["start_s"]),
-    }
+        rungs = [row for row in csv.DictReader(file) if not row["rung"].startswith("beside")]
+    return markdown(
+        [
+            {
+                "rung": row["rung"],
+                "the line": row["added"],
+                "images/s": f"{int(row['samples_per_s']):,}",
+                "min..max": spread(row),
+            }
+            for row in rungs
+        ]
+    )
 
 
 def timeline_table(timelines: Path) -> str:
@@ -248,8 +243,6 @@ def timeline_table(timelines: Path) -> str:
             {
                 "the GPU": name.replace("busy", "is busy"),
                 "batch": f"{batch:,}",
-                "kernels and copies": str(len(inside)),
-                "ms of the step": f"{(end - begin) / 1000:.1f}",
                 "the GPU works": f"{100 * covered(inside) / (end - begin):.0f} %",
             }
         )
