@@ -217,6 +217,7 @@ def test_a_job_on_two_nodes_is_sampled(on_cluster: Checkout) -> None:
     assert not re.search("srun|Traceback", (folder / "log").read_text())
     (csv,) = (on_cluster.folder / "results" / "runs").glob("*.csv")
     assert samples.runs(folder) == [csv]
+    assert samples.read_asked(folder).exclusive_helps is False  # all nodes are this machine
     facts = json.loads((folder / "verdict.json").read_text())
     assert json.loads(csv.with_suffix(".monitor.json").read_text()) == facts
     assert f"meet at n1:{10_000 + job}" in log

@@ -580,4 +580,4 @@ def test_its_verdict_names_no_option_of_ours(tmp_path: Path) -> None:
     assert "--num-workers" in sentence
     (tmp_path / "plain").touch()
     (sentence, *_) = wording.sentences(judge(tmp_path / "monitor"))
-    assert "take more, or keep the data in memory." in sentence
+    assert "--num-workers" not in sentence and "keep the data in memory." in sentence

@@ -99,7 +99,8 @@ def test_a_job_of_one_node(release: str) -> None:
         "code    1a2b3c in /home/me/kit",
         "meet at n1:10007; checkpoints and notes in /jobs/7",
     ]
-    assert plan.asked == (2, 2, 0)
+    assert plan.asked == (2, 2, 0, True)
+    assert not decide(job, SLURM_CLUSTER_NAME="practice").asked.exclusive_helps
     assert "no nvidia-smi" in decide().header[2] and "not a git checkout" in decide().header[3]
 
 
@@ -282,7 +283,13 @@ def test_bash_declares_variables_and_carries_out_the_plan() -> None:
         assert not_exported == {"SLURM_SET_ASIDE": "3"}
 
     value = values["SLURM_A"]
-    plan = Plan(["OLD"], {"NEW": value}, {"OWN": value}, ["job  x", "", value], samples.Asked(1, 1, 0))
+    plan = Plan(
+        ["OLD"],
+        {"NEW": value},
+        {"OWN": value},
+        ["job  x", "", value],
+        samples.Asked(1, 1, 0, exclusive_helps=True),
+    )
     shell = f"{beginning.as_shell(plan)}\nenv -0 | grep -zE '^(OLD|NEW|OWN)='; printf %s \"$OWN$begun\""
     done = ran("bash", "-euc", shell, env=ENVIRONMENT | {"OLD": "1"})
     assert done.stdout == f"job  x\n\n{value}\nNEW={value}\0{value}1", done.stderr
@@ -313,7 +320,7 @@ def test_the_folder_of_a_start_that_comes_back(release: str, tmp_path: Path) -> 
     kept = left_by_a_start(folder)
     begin(folder, replace(JOB, record=record(release, "requeued")))
     assert files(folder) == sorted([*kept, "monitor/asked"])
-    assert (folder / "monitor" / "asked").read_text() == "2 2 0\n"
+    assert (folder / "monitor" / "asked").read_text() == "2 2 0 1\n"
 
 
 def test_the_folder_of_an_older_job_with_the_same_number(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_processes_that_the_script_starts_itself(make_job: MakeJob) -> None:
     waits_for_two = {"cores": "0.01", "others": "2", "other_cores": "1.9", "name": "S"}
     change(folder, without(samples.GPU))
     change(folder, lambda row: row | waits_for_two)
-    has_asked(folder, "8 1 61440")
+    has_asked(folder, "8 1 61440 1")
     verdict = judge(folder)
     # They may wait for cores.
     assert [request.option for request in verdict.too_much] == [MEMORY]
@@ -204,9 +204,10 @@ def test_that_ranks_never_met_comes_before_anything_else(make_job: MakeJob) -> N
 def test_other_programs_on_the_cores(make_job: MakeJob) -> None:
     folder = make_job([Gpu(power_w=120, waiting_share=0.4)] * 2)
     evidence = evidence_of(folder, "shared_cores")
-    assert evidence.used_by_others and evidence.cores == 8 and not evidence.by_job_script
-    (folder / samples.ASKED).touch()
-    assert evidence_of(folder, "shared_cores").by_job_script
+    assert evidence.used_by_others and evidence.cores == 8 and not evidence.exclusive_helps
+    for exclusive_helps in (1, 0):
+        has_asked(folder, f"8 2 61440 {exclusive_helps}")
+        assert evidence_of(folder, "shared_cores").exclusive_helps == exclusive_helps
 
 
 def test_a_wait_for_a_core_that_costs_nothing(make_job: MakeJob) -> None:

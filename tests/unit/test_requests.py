@@ -32,14 +32,14 @@ def make_job(tmp_path: Path) -> MakeJob:
 @pytest.mark.parametrize(
     ("gpu", "asked", "enough"),
     [
-        (LOADING, "8 2 61440", {MEMORY: 10, CORES: 4}),
+        (LOADING, "8 2 61440 1", {MEMORY: 10, CORES: 4}),
         # With torchrun, one task has all ranks of its node.
-        (LOADING, "8 1 61440", {MEMORY: 10}),
-        (LOADING, "4 2 61440", {MEMORY: 10}),
+        (LOADING, "8 1 61440 1", {MEMORY: 10}),
+        (LOADING, "4 2 61440 1", {MEMORY: 10}),
         # Where batches are late, a remedy takes cores.
-        (STARVED, "8 2 61440", {MEMORY: 10}),
+        (STARVED, "8 2 61440 1", {MEMORY: 10}),
         # No --mem was given.
-        (LOADING, "8 2 0", {CORES: 4}),
+        (LOADING, "8 2 0 1", {CORES: 4}),
         (LOADING, "", {}),
     ],
 )
@@ -59,19 +59,19 @@ def test_the_next_request_is_the_peak_and_a_margin(
 def test_what_is_enough_is_unknown_of_a_job_that_did_not_end_well(make_job: MakeJob, ended: str) -> None:
     """It may have been killed for want of memory; or it still runs."""
     folder = make_job([LOADING] * 2)
-    has_asked(folder, "8 2 61440", ended=ended)
+    has_asked(folder, "8 2 61440 1", ended=ended)
     assert judge(folder).too_much == []
 
 
 def test_what_is_enough_is_unknown_of_a_job_too_short(make_job: MakeJob) -> None:
     folder = make_job([LOADING] * 2, epochs=1, train_seconds=1, record=False)
-    has_asked(folder, "8 2 61440")
+    has_asked(folder, "8 2 61440 1")
     assert judge(folder).too_much == []
 
 
 def test_a_resume_and_shared_files_need_memory(make_job: MakeJob) -> None:
     folder = make_job([LOADING] * 2, host_memory_share=0.13)
-    has_asked(folder, "4 2 61440")
+    has_asked(folder, "4 2 61440 1")
     change(folder, with_cells({"checkpoint_mb": "2000"}, samples.NODE))
     (request,) = judge(folder).too_much
     assert request.enough == 14 and request.resume == pytest.approx(3.7, abs=0.05)

@@ -58,8 +58,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     command = arguments[end + 1 :]
     parser = Parser(description=__doc__, usage="%(prog)s [OPTION JOB | -- COMMAND ...]")
     modes = parser.add_mutually_exclusive_group(required=not command)
-    modes.add_argument("--verdict", metavar="JOB", type=given, help="say what it wasted")
-    modes.add_argument("--sample", metavar="FOLDER", type=given_path, help="what jobs call")
+    modes.add_argument("--verdict", metavar="JOB", type=given, help="print what this job wasted")
+    modes.add_argument("--sample", metavar="FOLDER", type=given_path, help="sample this node; jobs call it")
     parser.add_argument("--until", metavar="PID", type=at_least(1), help=argparse.SUPPRESS)
     return parser.parse_args(arguments[:end]), command
 
@@ -69,7 +69,7 @@ def _print_verdict(job: str) -> None:
     from trainkit.monitor import wording
     from trainkit.monitor.verdict import judge
 
-    with explained(f"job {job} cannot be read", "ask its owner for the right to."):
+    with explained(f"job {job} cannot be read", "ask its owner for permission to read it."):
         verdict = judge(_find_samples(job))
     name = job if Path(job).is_dir() else f"job {job}"
     print_line("\n".join(wording.verdict_lines(verdict, name)))

@@ -221,6 +221,8 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
             cpus_per_task=cpus_per_task,
             tasks_per_node=_counts(tasks_per_node)[0],
             mb_per_node=_number(variables, "SLURM_MEM_PER_NODE"),
+            # All nodes of the practice cluster are one machine.
+            exclusive_helps=variables.get("SLURM_CLUSTER_NAME") != "practice",
         ),
     )
 

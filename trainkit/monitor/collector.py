@@ -77,7 +77,7 @@ class _NodeMonitor:
                 self._processes = Processes(self._variables)
             return self._processes.sample()
         except Exception as error:  # of any kind: there may be GPUs to sample
-            self._notes.add(f"the processes cannot be looked at ({type(error).__name__}: {error})")
+            self._notes.add(f"the processes cannot be read ({type(error).__name__}: {error})")
             return []
 
     def _gpu_rows(self) -> list[samples.Row]:
@@ -86,7 +86,7 @@ class _NodeMonitor:
                 self._gpus = Gpus(self._notes.add)
             return self._gpus.sample(self._processes.ranks if self._processes else {})
         except Exception as error:  # of any kind: there may be processes to sample
-            self._notes.add(f"the GPUs cannot be looked at ({type(error).__name__}: {error})")
+            self._notes.add(f"the GPUs cannot be read ({type(error).__name__}: {error})")
             return []
 
 

@@ -128,7 +128,7 @@ class SharedCores(Evidence):
         loader_workers: of these ranks.
         cores: that they may use.
         used_by_others: whether other programs take these cores.
-        by_job_script: whether Slurm gave the job its cores.
+        exclusive_helps: whether --exclusive would keep those programs away.
     """
 
     kind = "shared_cores"
@@ -137,7 +137,7 @@ class SharedCores(Evidence):
     loader_workers: int
     cores: int
     used_by_others: bool
-    by_job_script: bool
+    exclusive_helps: bool
 
 
 @dataclass(frozen=True)

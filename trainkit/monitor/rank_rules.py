@@ -184,7 +184,7 @@ def find_shared_cores(job: SampledJob) -> Issue | None:
         loader_workers=sum(round(number) for number in loader_workers if number > 0),
         cores=len(cores),
         used_by_others=cores_in_use < CORES_IN_USE_SHARE * len(cores),
-        by_job_script=job.by_job_script,
+        exclusive_helps=job.asked is not None and job.asked.exclusive_helps,
     )
     return Issue(evidence, locations=waiting, lost_share=shares[worst])
 

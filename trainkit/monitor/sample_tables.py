@@ -70,7 +70,7 @@ def read_samples(folder: Path) -> pd.DataFrame:
     of_nodes = table.what == samples.NODE
     if not of_nodes.any():
         # The monitor could not look at the processes.
-        raise UserError(f"the samples in {folder} have no row of a node: see {folder / samples.NOTES}.")
+        raise UserError(f"the samples in {folder} have no row about a node: see {folder / samples.NOTES}.")
     table.loc[of_nodes, "number"] = "0"
     table = table.astype({"number": int})
     return table.assign(seconds=_seconds_since_the_sample_before(table))

@@ -59,7 +59,6 @@ class SampledJob:
         rank_shares: how each rank spent the training time (training_records.py).
         notes: what the monitor could not see, and which records cannot be read, in sentences.
         asked: what a job script has asked Slurm for; None if none has sampled it.
-        by_job_script: whether a job script has sampled it.
         is_plain: whether its script does not use the kit.
         ended_well: whether it has ended, with exit code 0.
     """
@@ -73,7 +72,6 @@ class SampledJob:
     rank_shares: pd.DataFrame
     notes: list[str]
     asked: samples.Asked | None
-    by_job_script: bool
     is_plain: bool
     ended_well: bool
 
@@ -107,7 +105,6 @@ class SampledJob:
             rank_shares=rank_shares(judged_trainings),
             notes=notes + problems,
             asked=samples.read_asked(folder),
-            by_job_script=(folder / samples.ASKED).exists(),
             is_plain=(folder.parent / job_folder.PLAIN).exists(),
             ended_well=job_folder.read(folder / samples.ENDED) == "0",
         )

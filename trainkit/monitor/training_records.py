@@ -44,7 +44,7 @@ class TrainingRecord:
         epochs = _with_times(pd.DataFrame(records.read(path)))
         epochs = epochs[epochs.began >= since]
         if epochs.empty:
-            raise UserError(f"{path}: no epoch of it was sampled.")
+            raise UserError(f"no epoch of {path} was sampled.")
         self.is_warmup = bool(epochs.warmup.all())
         self.epochs = epochs if self.is_warmup else epochs[~epochs.warmup]
         self.windows = _training_windows(self.epochs)

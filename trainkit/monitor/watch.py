@@ -181,6 +181,6 @@ def _verdict_lines(folder: Path, name: str, outlived_sigterm: bool) -> list[str]
     except Exception as error:  # our fault must not become the job's
         return [f"no verdict: {type(error).__name__}: {first_line(error)}"]
     if outlived_sigterm and last_ranks:
-        still_ran = f"{last_ranks} still ran: what ignores the signal, or hangs, is killed soon"
+        still_ran = f"{last_ranks} still ran: a process that ignores the signal, or hangs, is killed soon"
         lines.insert(0, f"{PATIENCE_SECONDS} s after SIGTERM {still_ran}")
     return lines

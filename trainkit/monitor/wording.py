@@ -32,7 +32,7 @@ from trainkit.monitor.sampled_job import LEAST_SAMPLES
 from trainkit.monitor.verdict import Devices, NothingSeen, StartedByScripts, TooShort, Verdict
 
 LAUNCHES_PAGE = "01_singlegpu/README.md#when-the-gpu-waits-for-the-cpu"
-GPU_POWER_IS_UNKNOWN = "the power of the GPUs, without which gaps between kernels do not show"
+GPU_POWER_IS_UNKNOWN = "the power of the GPUs, without which gaps between kernels cannot be seen"
 # A resume that takes less is not worth a word.
 LEAST_RESUME = 0.05
 # Of more, only their number is named.
@@ -79,14 +79,14 @@ def not_judged_sentence(verdict: Verdict) -> str:
     if isinstance(reason, NothingSeen):
         return "nothing to judge: no process that has loaded PyTorch was seen"
     if isinstance(reason, TooShort):
-        seen = f"{_count(reason.samples, 'sample')} of its training past the warm-up"
-        return f"too short to tell: {seen}, and {LEAST_SAMPLES} are needed"
+        seen = f"{_count(reason.samples, 'sample')} of its training after the warm-up"
+        return f"too short to tell: {seen}, but {LEAST_SAMPLES} are needed"
     if isinstance(reason, StartedByScripts):
         processes = _count(reason.processes, "process")
         ranks = name_locations(reason.ranks)
-        sentence = f"not judged by rank: {processes} that the script started itself, under {ranks}"
+        sentence = f"not judged by rank: the script started {processes} itself, under {ranks}"
         if reason.share_a_node:
-            sentence += "; such a script needs one task on each node"
+            sentence += "; such a script needs one task per node"
         return sentence
     return ""
 
@@ -109,10 +109,10 @@ def next_request_sentence(too_much: list[Request]) -> str:
         options.append(f"{request.option}={request.enough}{request.unit}")
         used.append(f"{request.used:.1f} of {request.option}={request.asked:g}{request.unit}")
         if request.resume >= LEAST_RESUME:
-            resumes.append(f", and a resume may take {request.resume:.1f} more")
+            resumes.append(f"; a resume may take {request.resume:.1f} more")
     return (
-        f"next time {' '.join(options)} would be enough: the job used {', '.join(used)} at the "
-        f"peak{''.join(resumes)}."
+        f"next time {' '.join(options)} would be enough: at its peak, the job used {' and '.join(used)}"
+        f"{''.join(resumes)}."
     )
 
 
@@ -169,8 +169,8 @@ def _sentence(evidence: Evidence, issue: Issue, is_plain: bool) -> str:
 @_sentence.register
 def _ranks_never_met(evidence: RanksNeverMet, issue: Issue, is_plain: bool) -> str:
     return (
-        f"the {evidence.ranks} ranks never met: each trained by itself, and may have overwritten the files "
-        "of the others. Ask for one task; or let them train as one, by init_process_group (torchrun's "
+        f"the {evidence.ranks} ranks never met: each trained on its own, and may have overwritten the files "
+        "of the others. Ask for a single task, or make them one training with init_process_group (torchrun's "
         "variables are set) and DistributedDataParallel."
     )
 
@@ -179,28 +179,28 @@ def _ranks_never_met(evidence: RanksNeverMet, issue: Issue, is_plain: bool) -> s
 def _unused_gpus(evidence: UnusedGpus, issue: Issue, is_plain: bool) -> str:
     if evidence.used_gpus:
         fewer = _count(evidence.used_gpus, "GPU")
-        remedy = f"ask for {fewer}, or start a rank for each (only DataParallel uses several)"
+        remedy = f"ask for {fewer}, or start one rank per GPU (only with DataParallel does one use several)"
     else:
-        remedy = "see why its log names the CPU as its device, or ask for none"
+        remedy = "find out why the training runs on the CPU (its log names the device), or ask for no GPU"
     return f"no rank uses {name_locations(issue.locations)}: {remedy}."
 
 
 @_sentence.register
 def _paused_ranks(evidence: PausedRanks, issue: Issue, is_plain: bool) -> str:
     ranks = name_locations(issue.locations)
-    time = f"for {evidence.seconds:.0f} s"
+    time = f"{evidence.seconds:.0f} s"
     if evidence.cause is PauseCause.STOPPED:
-        return f"SIGSTOP held {ranks} {time}: find out who sent it, and resume with kill -CONT."
+        return f"SIGSTOP paused {ranks} for {time}: find out who sent it, and resume with kill -CONT."
     if evidence.cause is PauseCause.FILE_SYSTEM:
-        return f"a file system held {ranks} {time}: stage the data to the node's own disk."
-    return f"{ranks} did nothing {time}: {_debugger(is_plain)} shows where each rank waits."
+        return f"{ranks} waited {time} for a file system: stage the data on the node's own disk."
+    return f"{ranks} did nothing for {time}: {_debugger(is_plain)} shows where each rank waits."
 
 
 @_sentence.register
 def _slow_rank(evidence: SlowRank, issue: Issue, is_plain: bool) -> str:
     return (
         f"{name_locations(issue.locations)} takes {evidence.times_as_long:.1f} times as long as the others "
-        f"for its own part of a step, and they wait for {_percent(evidence.waiting_share)} of the time: "
+        f"for its own part of a step, so they wait for {_percent(evidence.waiting_share)} of the time: "
         "compare its cores, its clock and its work with theirs."
     )
 
@@ -216,7 +216,7 @@ def _waiting_for_batches(evidence: WaitingForBatches, issue: Issue, is_plain: bo
     else:
         workers = "no loader workers"
     if evidence.is_resident:
-        other_remedy = "prepare less for each batch"
+        other_remedy = "do less work for each batch"
     else:
         other_remedy = "keep the data in memory" + _option("--loader resident", is_plain)
     return (
@@ -228,55 +228,54 @@ def _waiting_for_batches(evidence: WaitingForBatches, issue: Issue, is_plain: bo
 
 def _remedy_for_workers(evidence: WaitingForBatches, is_plain: bool) -> str:
     if not evidence.loader_workers > 0:
-        options = "--loader workers --num-workers 4, with --cpus-per-task for them"
-        return "take some" + _option(options, is_plain)
+        options = "--loader workers --num-workers 4, and --cpus-per-task for them"
+        return "use some" + _option(options, is_plain)
     if evidence.all_cores_in_use:
-        return "all cores are in use, ask for more (--cpus-per-task)"
+        return "all cores are busy, so ask for more (--cpus-per-task)"
     if evidence.cores_per_worker < BUSY_LOADER_CORES:
-        return "the workers also wait, for files (stage them on the node) or for cores"
-    return "take more" + _option("--num-workers", is_plain)
+        return "the workers wait as well, for files (stage these on the node) or for cores"
+    return "use more" + _option("--num-workers", is_plain)
 
 
 @_sentence.register
 def _slow_communication(evidence: SlowCommunication, issue: Issue, is_plain: bool) -> str:
-    remedy = "take a larger batch per device, or accumulate several micro-batches (03_multigpu_ddp/beyond)"
+    remedy = "use a larger batch per device, or accumulate several micro-batches (03_multigpu_ddp/beyond)"
     if evidence.network_mb_s >= 0:
         remedy += (
-            f"; each node sends and receives {evidence.network_mb_s:.0f} MB/s: can its network do more "
-            "(slurm/doctor.py --job)?"
+            f"; each node sends and receives {evidence.network_mb_s:.0f} MB/s: check with slurm/doctor.py "
+            "--job whether its network can do more"
         )
     share = _percent(evidence.communication_share)
-    return f"averaging the gradients takes {share} of the training time: {remedy}"
+    return f"averaging the gradients takes {share} of the training time: {remedy}."
 
 
 @_sentence.register
 def _shared_cores(evidence: SharedCores, issue: Issue, is_plain: bool) -> str:
     cores = _count(evidence.cores, "core")
     if evidence.used_by_others:
-        remedy = "end them, or wait for their end"
-        if evidence.by_job_script:
-            remedy = "ask for cores of your own (--exclusive)"
+        remedy = "end them, or wait until they end"
+        if evidence.exclusive_helps:
+            remedy = "ask for whole nodes (--exclusive)"
         reason = f"other programs also use its {cores}: {remedy}"
     else:
         sharing = _count(evidence.ranks, "rank")
         if evidence.loader_workers:
             sharing += f" and {_count(evidence.loader_workers, 'loader worker')}"
         reason = (
-            f"{sharing} share {cores}: ask for more --cpus-per-task, with srun --cpu-bind=cores, or take "
-            "fewer threads (OMP_NUM_THREADS) and workers"
+            f"{sharing} share {cores}: ask for more cores (--cpus-per-task, with srun --cpu-bind=cores), or "
+            "use fewer threads (OMP_NUM_THREADS) and workers"
         )
     return (
         f"waiting for a core takes {_percent(evidence.waiting_share)} of the time of "
-        f"{name_locations(issue.locations)}, as {reason}."
+        f"{name_locations(issue.locations)}, because {reason}."
     )
 
 
 @_sentence.register
 def _idle_cpus(evidence: IdleCpus, issue: Issue, is_plain: bool) -> str:
     return (
-        f"{name_locations(issue.locations)} computed for {_percent(evidence.computing_share)} of the time at "
-        "most, and waited for something that cannot be seen from outside: "
-        f"{_debugger(is_plain)} shows what."
+        f"{name_locations(issue.locations)} computed for at most {_percent(evidence.computing_share)} of the "
+        f"time. What it waited for cannot be seen from outside: {_debugger(is_plain)} shows it."
     )
 
 
@@ -291,8 +290,8 @@ def _throttled_gpus(evidence: ThrottledGpus, issue: Issue, is_plain: bool) -> st
         celsius = f" ({evidence.temperature_c:.0f} C)" if evidence.temperature_c > 0 else ""
         return f"heat{celsius} {slows_down}: report it to your admin, and use a different node."
     if evidence.cause is ThrottlingCause.POWER:
-        limit = f" (power limit {evidence.power_limit_w:.0f} W)" if evidence.power_limit_w > 0 else ""
-        return f"a cap{limit} {slows_down}: ask your admin why."
+        limit = f" ({evidence.power_limit_w:.0f} W)" if evidence.power_limit_w > 0 else ""
+        return f"a power cap{limit} {slows_down}: ask your admin why."
     return (
         f"something other than heat or a power cap, such as application clocks, {slows_down}: ask your admin "
         "(nvidia-smi -q -d CLOCK,PERFORMANCE)."
@@ -301,27 +300,27 @@ def _throttled_gpus(evidence: ThrottledGpus, issue: Issue, is_plain: bool) -> st
 
 @_sentence.register
 def _full_gpu_memory(evidence: FullGpuMemory, issue: Issue, is_plain: bool) -> str:
-    remedy = "take a smaller batch per GPU, or bf16"
-    return _full_memory("the memory", issue, evidence.used_share, remedy)
+    remedy = "use a smaller batch per GPU, or bf16"
+    return _full_memory("the memory of", issue, evidence.used_share, remedy)
 
 
 @_sentence.register
 def _full_host_memory(evidence: FullHostMemory, issue: Issue, is_plain: bool) -> str:
-    remedy = "ask for more (--mem), or take fewer loader workers"
-    return _full_memory("the job's memory", issue, evidence.used_share, remedy)
+    remedy = "ask for more (--mem), or use fewer loader workers"
+    return _full_memory("the job's memory on", issue, evidence.used_share, remedy)
 
 
 def _full_memory(memory: str, issue: Issue, used_share: float, remedy: str) -> str:
     where = name_locations(issue.locations)
-    return f"{_percent(used_share)} of {memory} on {where} was in use; at 100 % the job ends: {remedy}."
+    return f"{_percent(used_share)} of {memory} {where} was in use, and at 100 % the job fails: {remedy}."
 
 
 @_sentence.register
 def _idle_gpus(evidence: IdleGpus, issue: Issue, is_plain: bool) -> str:
     others = ", while other GPUs work" if evidence.others_work else ""
     return (
-        f"no work reaches {name_locations(issue.locations)}{others} ({_power_words(evidence.power)}): look "
-        "in the log for the device that its rank computes on."
+        f"no work reaches {name_locations(issue.locations)}{others} ({_power_words(evidence.power)}): check "
+        "in the log which device its rank computes on."
     )
 
 
@@ -330,7 +329,8 @@ def _launch_bound(evidence: LaunchBound, issue: Issue, is_plain: bool) -> str:
     gpus = name_locations(issue.locations)
     if issue.grade is Grade.FASTER:
         problem = (
-            f"{Grade.FASTER.value}: for {_percent(evidence.gap_share)} of the time no kernel runs on {gpus},"
+            f"{Grade.FASTER.value}: for {_percent(evidence.gap_share)} of the time no kernel runs on {gpus}, "
+            "which is"
         )
     elif evidence.has_gaps:
         problem = f"gaps between kernels leave {gpus}"
@@ -339,7 +339,7 @@ def _launch_bound(evidence: LaunchBound, issue: Issue, is_plain: bool) -> str:
     seen = _power_words(evidence.power)
     if evidence.step_seconds >= 0:
         seen += f", {1000 * evidence.step_seconds:.3g} ms a step"
-    remedy = "a larger batch per GPU" + _option("--batch-size", is_plain)
+    remedy = "use a larger batch per GPU" + _option("--batch-size", is_plain)
     if evidence.may_lack_batches:
         remedy += ", loader workers if there are none"
     if evidence.is_data_parallel:

@@ -108,6 +108,7 @@ class Asked(NamedTuple):
     cpus_per_task: float
     tasks_per_node: float
     mb_per_node: float
+    exclusive_helps: bool  # whether --exclusive would keep the programs of other jobs off its cores
 
 
 def prepare(folder: Path, asked: Asked | None) -> None:
@@ -120,7 +121,8 @@ def prepare(folder: Path, asked: Asked | None) -> None:
         (folder / name).unlink(missing_ok=True)
     if asked:
         folder.mkdir(exist_ok=True)
-        (folder / ASKED).write_text(f"{' '.join(map(str, asked))}\n")
+        numbers = (*asked[:3], int(asked.exclusive_helps))
+        (folder / ASKED).write_text(f"{' '.join(map(str, numbers))}\n")
 
 
 class Writer:
@@ -191,8 +193,8 @@ def _read_node(path: Path, every: int) -> Iterator[Row]:
 def read_asked(folder: Path) -> Asked | None:
     """Return what the job script has asked Slurm for; None if no job script says it."""
     try:
-        cpus_per_task, tasks_per_node, mb_per_node = job_folder.read(folder / ASKED).split()
-        return Asked(float(cpus_per_task), float(tasks_per_node), float(mb_per_node))
+        cpus_per_task, tasks_per_node, mb_per_node, exclusive_helps = job_folder.read(folder / ASKED).split()
+        return Asked(float(cpus_per_task), float(tasks_per_node), float(mb_per_node), exclusive_helps == "1")
     except ValueError:
         return None
 
