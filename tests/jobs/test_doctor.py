@@ -163,7 +163,7 @@ def test_the_report_for_people(checkout: Checkout) -> None:
     done = checkout.run(f"{sys.base_prefix}/bin/python3", *command(checkout)[1:], PYTHONPATH="")
     lines = done.stdout.splitlines()
     assert re.match(r"fault    site         slurm/site.sh is not valid .*: line 2: syntax error", lines[0])
-    assert lines[1].strip().startswith("fix: slurm/site.example.sh")
+    assert "fix: " in lines[1] and "slurm/site.example.sh" in lines[1]
     assert lines[-1] == "2 fault(s), 0 warning(s), 0 OK"
     assert done.returncode == 1
 
@@ -202,7 +202,7 @@ def test_what_a_script_of_its_own_environment_imports(checkout: Checkout) -> Non
     (message,) = read_messages(ran(python, script_imports.__file__, folder, main, "package").stdout)
     (problem,) = message["script"]["problems"]
     fault = login_node._of_problem(problem, python, "train.py")
-    assert f"line 1 of train.py, by line 3 of {folder}/package/words.py: " in fault.message
+    assert f"line 1 of train.py, through line 3 of {folder}/package/words.py: " in fault.message
     assert "package has no such module" in fault.fix
 
 
@@ -313,8 +313,8 @@ GPUS = (checkup_torch.gpus, 2)  # of two tasks
     ("facts", "check", "level", "key_words"),
     [
         ({}, CORES, OK, "8 per rank"),
-        ({"cores": 1}, CORES, FAULT, "1 only -> give --cpus-per-task"),
-        ({"SLURM_CPUS_PER_TASK": 16}, CORES, WARNING, "8 only"),
+        ({"cores": 1}, CORES, FAULT, "only 1 -> give srun --cpus-per-task"),
+        ({"SLURM_CPUS_PER_TASK": 16}, CORES, WARNING, "only 8"),
         ({"MASTER_ADDR": "127.0.0.1"}, (checkup._names,), OK, "127.0.0.1"),
         (given(2, 2), GPUS, OK, "2 x NVIDIA H200, 140 GiB, driver 535.104.05, CUDA 12.1"),
         (given(4, 4), GPUS, FAULT, "--ntasks-per-node=4"),
@@ -394,10 +394,9 @@ def test_what_ranks_cannot_tell_of_themselves() -> None:
     log = "some program's words\n" + "".join(f"1: checkup {json.dumps(line)}\n" for line in lines)
     log += 'checkup {"rank": 0, "ended": true}\ncheckup {"rank": 1, "end'
     judged = cli.findings_of_ranks(list(read_messages(log)), Path("x.log"))
-    assert found(judged, "ranks", FAULT).splitlines() == [
-        "rank 1 was killed, or crashed, in its check of data -> see x.log; more memory: sbatch --mem=32G",
-        "rank 2 never reported: its Python did not start -> see x.log; more memory: sbatch --mem=32G",
-    ]
+    killed, silent = found(judged, "ranks", FAULT).splitlines()
+    assert "rank 1 was killed" in killed and "data" in killed and "--mem=32G" in killed
+    assert "rank 2 never reported" in silent and "see x.log" in silent
     assert "not the same on every node" in found(judged, "software", FAULT)
     assert [finding.node for finding in judged if finding.level == OK] == ["n0", "n1"]
 
@@ -417,7 +416,7 @@ def test_a_step_that_hangs_is_told_and_ends_its_rank(checkout: Checkout) -> None
     done = checkout.run(sys.executable, "-c", program, SLURM_PROCID="1", SLURM_LOCALID="1")
     begun, told, ended = read_messages(done.stdout)
     assert (done.returncode, done.stderr, begun["begun"], ended["ended"]) == (0, "", "gpus", True)
-    assert (told["finding"]["message"], told["finding"]["rank"]) == ("not done after 0.1 s", 1)
+    assert (told["finding"]["message"], told["finding"]["rank"]) == ("not finished after 0.1 s", 1)
 
 
 # --- jobs on a practice cluster -------------------------------------------------------------------
@@ -446,10 +445,12 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
     script.write_text("import torch\nprint('it was run')\n")
     python = own_environment(checkout.folder / "env", with_torch=True)
     told = on_cluster("--job", "--nodes", 2, "--gpus", 4, "--python", python, "--plain", script)
-    assert f"of the script: {python}, torch " in found(told, "environment", OK) and found(told, "script", OK)
+    assert f"for the script: {python}, torch " in found(told, "environment", OK) and found(told, "script", OK)
     assert not [finding for finding in told["findings"] if finding["level"] == FAULT]
     virtual, _ = (f for f in told["findings"] if (f["check"], f["level"]) == ("gpus", OK))
-    assert found(told, "group", OK) == "all ranks meet at n1, by gloo -> \nall ranks meet at n1, by gloo -> "
+    assert (
+        found(told, "group", OK) == "all ranks met at n1, with gloo -> \nall ranks met at n1, with gloo -> "
+    )
     readme = (site.REPOSITORY / "slurm" / "README.md").read_text()
     assert f"\nOK       gpus         n1, n2: {virtual['message']}\n" in readme
     asked = "Slurm would take the job (nothing was submitted): it would start at 20"

@@ -35,10 +35,10 @@ STEP_SECONDS = 180
 # What to do about an error that does not say so itself.
 FIXES = {
     "folders": "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees",
-    "software": "fix activate_environment in slurm/site.sh: one environment, which every node sees",
-    "gpus": "see `nvidia-smi` there, and report it to your admin",
-    "group": "fix the faults of ranks, names and the network; try SITE_NETWORK_INTERFACE, NCCL_DEBUG=INFO",
-    "all-reduce": "do not train there, report it to your admin; try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
+    "software": "have activate_environment in slurm/site.sh choose one environment that every node sees",
+    "gpus": "look at `nvidia-smi` on that node, and report it to your admin",
+    "group": "fix the faults in ranks and names first; then try SITE_NETWORK_INTERFACE or NCCL_DEBUG=INFO",
+    "all-reduce": "do not train there, and tell your admin; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 may help",
 }
 TO_THE_ADMIN = "report it to your admin"
 # Until other nodes see a new file. NFS caches listings for a while.
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument(
         "--only-torch",
         action="store_true",
-        help="for scripts that do not use the kit: without our data, and the packages of our trainings",
+        help="for scripts that do not use the kit: check neither its data nor the packages of its trainings",
     )
     options = parser.parse_args()
     if "SLURM_STEP_NUM_TASKS" not in os.environ:
@@ -177,7 +177,7 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
         send(finding=finding._replace(node=node(), rank=rank)._asdict())
 
     def give_up() -> None:
-        report(Finding(step, FAULT, f"not done after {STEP_SECONDS} s", fix))
+        report(Finding(step, FAULT, f"not finished after {STEP_SECONDS} s", fix))
         # The main thread hangs.
         _end()
 
@@ -205,8 +205,8 @@ def _cores() -> Iterator[Finding]:
     asked = int(os.environ.get("SLURM_CPUS_PER_TASK", 1))
     usable = len(os.sched_getaffinity(0))
     if usable < asked:
-        message = f"asked for {asked} cores, but may run on {usable} only"
-        fix = "give --cpus-per-task to srun as well (Slurm 22.05 to 23.02), and no --cpu-bind that pins all"
+        message = f"asked for {asked} cores, but may run on only {usable}"
+        fix = "give srun --cpus-per-task, too (Slurm 22.05 to 23.02), and no --cpu-bind that pins all ranks"
         yield Finding("cores", FAULT if usable == 1 else WARNING, message, fix)
     yield Finding("cores", OK, f"{min(asked, usable)} per rank")
 
@@ -246,7 +246,9 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
         if seen < nodes:
             message = f"sees the files of {seen} of {nodes} nodes in the {name} folder: it is not shared"
             yield Finding("folders", FAULT, message, FIXES["folders"])
-    yield Finding("folders", OK, "writes the results and job folders, and sees the files of the other nodes")
+    yield Finding(
+        "folders", OK, "can write to the results and job folders, and sees the files of the other nodes"
+    )
 
 
 def in_words(number_of_bytes: int) -> str:

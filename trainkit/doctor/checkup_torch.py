@@ -69,7 +69,7 @@ def gpus(tasks: int | None) -> Iterator[Finding]:
     free = devices.accelerator_of(chosen).free_memory_share(chosen)
     if free < LEAST_FREE_MEMORY:
         message = f"{1 - free:.0%} of its GPU's memory is taken before the training starts"
-        fix = f"another program computes there; to avoid the node: sbatch --exclude={node()}"
+        fix = f"another program uses that GPU; to avoid the node, give sbatch --exclude={node()}"
         yield Finding("gpus", WARNING, message, fix)
     if tasks:
         yield from _gpus_of_the_node(tasks)
@@ -84,7 +84,7 @@ def _gpus_of_the_node(tasks: int) -> Iterator[Finding]:
         yield Finding("gpus", FAULT, message, fix)
     if 0 < visible < allocated:
         message = (
-            f"a task sees {visible} of {allocated} GPUs, which stops them from copying to each other directly"
+            f"a task sees only {visible} of {allocated} GPUs, so the GPUs cannot copy to each other directly"
         )
         fix = "use --gpus-per-node instead of --gpus-per-task, and leave out --gpu-bind"
         yield Finding("gpus", WARNING, message, fix)
@@ -134,7 +134,7 @@ def join() -> Iterator[Finding]:
     network = re.search(r"Using network (\S+)", words_of_nccl)
     if network:
         backend += f" over {network[1]}"
-    yield Finding("group", OK, f"all ranks meet at {os.environ['MASTER_ADDR']}, by {backend}")
+    yield Finding("group", OK, f"all ranks met at {os.environ['MASTER_ADDR']}, with {backend}")
 
 
 def all_reduce(nodes: int) -> Iterator[Finding]:
@@ -203,7 +203,7 @@ def _network_finding(rows: list[dict], nodes: int) -> Finding:
     rate = rows[-1]["bus_gb_s"]
     message = f"correct; bus bandwidth {rate:.2f} GB/s at {in_words(rows[-1]['bytes'])}"
     if rate < SLOW_NETWORK_GB_S and nodes > 1:
-        fix = "check that it is the fast network: SITE_NETWORK_INTERFACE in slurm/site.sh"
+        fix = "check that the ranks use the fast network (SITE_NETWORK_INTERFACE in slurm/site.sh)"
         return Finding("all-reduce", WARNING, f"{message}: slower than gigabit Ethernet", fix)
     if rows[-1]["backend"] != "nccl":
         message += ", between CPUs: this says nothing about GPUs"

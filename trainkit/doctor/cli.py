@@ -100,7 +100,7 @@ def _print_all_reduce(rows: list[dict]) -> None:
         size = checkup.in_words(row["bytes"])
         milliseconds = 1000 * row["seconds"]
         print_line(f"{size:>10} {milliseconds:11.3f} {row['bus_gb_s']:10.3f}")
-    print_line("what links carry at most: 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
+    print_line("the most that links carry: see 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
 
 
 def _parse() -> argparse.Namespace:
@@ -116,7 +116,7 @@ def _parse() -> argparse.Namespace:
         "--time",
         type=at_least(3),
         metavar="MIN",
-        help=f"its time limit (default: {MINUTES}, or the site file's if that is less)",
+        help=f"time limit of the job (default: {MINUTES}, or the site file's if that is less)",
     )
     parser.add_argument(
         "--wait",
@@ -130,7 +130,8 @@ def _parse() -> argparse.Namespace:
         "--plain",
         metavar="PROGRAM",
         type=given,
-        help="check this script, too, in its environment; what follows are its arguments (slurm/README.md)",
+        help="also check this script in its environment; everything after it is its own arguments "
+        "(slurm/README.md)",
     )
     add_options(parser)
     parser.add_argument("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
@@ -150,7 +151,7 @@ def _parse() -> argparse.Namespace:
     options.shape = resources(stage, gpus, options.nodes)
     for word in options.sbatch_options:
         if not word.startswith("-"):
-            raise UserError(f"{word!r} is not an option: give those for sbatch as in: -- --mem=8G")
+            raise UserError(f"{word!r} is not an option: options for sbatch follow --, as in: -- --mem=8G")
     return options
 
 
@@ -176,7 +177,7 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
         blocked = blocked or has_fault(findings)
         yield findings
     if options.job and blocked:
-        yield [Finding("job", FAULT, "not started, since it could not work", "fix the faults above first")]
+        yield [Finding("job", FAULT, "not started, because it could not work", "fix the faults above first")]
     elif options.job:
         yield _check_job(options, site, rows)
 
@@ -196,8 +197,8 @@ def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
         fix = refusal.fix
         if site.option_templates != OPTION_TEMPLATES:
             wanted = " ".join(_as_options(sbatch_options(site, options.shape)))
-            fix = f"have their #SBATCH lines ask in this site's words ({wanted}), or use submit.py"
-        message = f"of the job script of stage 03: {refusal.message}"
+            fix = f"have its #SBATCH lines ask as this site wants it ({wanted}), or use submit.py"
+        message = f"with the job script of stage 03, {refusal.message}"
         findings.append(refusal._replace(level=WARNING, message=message, fix=fix))
     return findings
 
@@ -239,9 +240,9 @@ def _keep_all_reduce(rows: list[dict], site: Site, started_at: datetime) -> Find
     try:
         records.put_table(path, records.ALL_REDUCE_COLUMNS, table, delimiter="\t")
     except OSError as error:
-        message = f"its times cannot be written to {path} ({reason(error)})"
+        message = f"the times cannot be written to {path} ({reason(error)})"
         return Finding("all-reduce", WARNING, message, "free the space, or fix the permissions")
-    return Finding("all-reduce", OK, f"its times are kept in {path}")
+    return Finding("all-reduce", OK, f"the times are saved in {path}")
 
 
 def _clear(log: Path, site: Site) -> None:
@@ -259,7 +260,7 @@ def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
     findings = findings_in(sorted(messages, key=lambda message: message["rank"]))
     versions = {finding.message for finding in findings if finding.check == "software"}
     if len(versions) > 1:
-        message = "it is not the same on every node"
+        message = "the software is not the same on every node"
         findings.append(Finding("software", FAULT, message, checkup.FIXES["software"]))
     world_size = max(message.get("size", 0) for message in messages)
     ended = {message["rank"] for message in messages if "ended" in message}
@@ -270,8 +271,10 @@ def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
     for rank in silent:
         message = f"rank {rank} never reported: its Python did not start"
         if rank in last_steps:
-            message = f"rank {rank} was killed, or crashed, in its check of {last_steps[rank]}"
-        findings.append(Finding("ranks", FAULT, message, f"see {log}; more memory: sbatch --mem=32G"))
+            message = f"rank {rank} was killed or crashed while it checked {last_steps[rank]}"
+        findings.append(
+            Finding("ranks", FAULT, message, f"see {log}; if memory was short, give sbatch --mem=32G")
+        )
     return findings
 
 

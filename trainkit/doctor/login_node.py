@@ -66,7 +66,7 @@ def check_site() -> tuple[Site | None, list[Finding]]:
         # It raises an error for words that are no options.
         sbatch_options(site, resources(STAGES[DDP], 2))
     except UserError as error:
-        return None, [Finding("site", FAULT, str(error), "slurm/site.example.sh shows the form")]
+        return None, [Finding("site", FAULT, str(error), "compare it with slurm/site.example.sh")]
     message = "no slurm/site.sh: the defaults apply"
     if (REPOSITORY / "slurm" / "site.sh").exists():
         message = "slurm/site.sh is valid"
@@ -81,21 +81,23 @@ def _check_memory(site: Site) -> list[Finding]:
     scripts = [path.read_text() for path in REPOSITORY.glob("0*/slurm_submit*.sh")]
     if not site.memory_by_part or not any("#SBATCH --mem=" in script for script in scripts):
         return []
-    message = f"{site.memory_by_part} counts for submit.py, but not for job scripts: their --mem comes first"
-    return [Finding("site", WARNING, message, "delete their lines #SBATCH --mem, or set SBATCH_MEM_PER_NODE")]
+    message = (
+        f"{site.memory_by_part} applies to submit.py, but not to job scripts: their own --mem overrides it"
+    )
+    return [Finding("site", WARNING, message, "delete their #SBATCH --mem lines, or set SBATCH_MEM_PER_NODE")]
 
 
 def check_slurm() -> list[Finding]:
     """Check that Slurm's programs are installed, and its controller answers."""
     why_not = slurm.why_not_here()
     if why_not:
-        fix = "go to the login node, `module load slurm` on some sites; without a cluster: make cluster-up"
+        fix = "go to the login node (some need `module load slurm`); without a cluster, run make cluster-up"
         return [Finding("slurm", FAULT, f"there is no Slurm here: {why_not}", fix)]
     ping = slurm.ask("scontrol", "ping")
     # Of several controllers one will do.
     if "UP" not in ping.stdout.replace("/", " ").split():
         message = (ping.stdout or ping.stderr).partition("\n")[0]
-        fix = "try again later, or ask your admin; for the practice cluster: make cluster-down cluster-up"
+        fix = "try again later, or ask your admin; on the practice cluster, run make cluster-down cluster-up"
         return [Finding("slurm", FAULT, f"Slurm's controller does not answer ({message})", fix)]
     version = slurm.ask("scontrol", "--version").stdout.strip()
     return [Finding("slurm", OK, f"{version} answers")]
@@ -146,15 +148,17 @@ def check_program(program: Program, arguments: Sequence[str]) -> Checked:
             return Checked([_only_in_srun()], python)
         problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
         message = f"{python} could not import what {program.label} imports: {problem}"
-        return Checked([Finding("script", FAULT, message, "make it work there, by hand")], python)
+        return Checked(
+            [Finding("script", FAULT, message, "try these imports by hand, with that Python")], python
+        )
     findings = _of_environment(facts, program)
     problems = facts["problems"]
     findings += [_of_problem(problem, facts["python"], " ".join(program.name)) for problem in problems]
     if file and not problems:
-        findings.append(Finding("script", OK, f"all that {file} imports at its top is there"))
+        findings.append(Finding("script", OK, f"everything that {file} imports at the top is installed"))
     lacks = _what_ranks_lack(facts)
     if lacks:
-        message = f"{facts['python']} {lacks}: the ranks of the doctor's job are tried with the job's Python"
+        message = f"{facts['python']} {lacks}, so the doctor's job tests ranks with the job's Python"
         findings.append(Finding("environment", WARNING, message))
         python = "python"
     return Checked(findings, python)
@@ -166,7 +170,7 @@ def _what_ranks_lack(facts: dict) -> str:
         return f"is {'.'.join(map(str, facts['version']))}, older than 3.10"
     if not facts["has_numpy"]:
         # torch.distributed.all_gather_object, by which our ranks meet.
-        return "has no NumPy, by which PyTorch hands objects from rank to rank"
+        return "has no NumPy, which PyTorch needs to send objects from rank to rank"
     return ""
 
 
@@ -178,7 +182,7 @@ def _of_environment(facts: dict, program: Program) -> list[Finding]:
         return [Finding("environment", level, f"{python} has no PyTorch", _how_to_install(python, "torch"))]
     version = facts["torch"].partition("+")[0]
     findings = [
-        Finding("environment", OK, f"of the script: {python}, torch {version} for {facts['torch_is_for']}")
+        Finding("environment", OK, f"for the script: {python}, torch {version} for {facts['torch_is_for']}")
     ]
     most_gpus = _most_gpus()
     if facts["torch_is_for"] == "the CPU only" and most_gpus:
@@ -190,8 +194,8 @@ def _of_problem(problem: dict, python: str, script: str) -> Finding:
     """Return the fault of something that a script imports and cannot have."""
     where = f"line {problem['line']} of {script}" if "line" in problem else script
     if "in_file" in problem:
-        where += f", by {problem['in_file']}"
-    fix = f"try that line in {shlex.quote(python)}"
+        where += f", through {problem['in_file']}"
+    fix = f"try that line with {shlex.quote(python)}"
     missing = problem.get("missing", "").partition(".")[0]
     if missing == "trainkit":
         install = [python, "-m", "pip", "install", "--no-deps", "-e", str(REPOSITORY)]
@@ -205,13 +209,12 @@ def _of_problem(problem: dict, python: str, script: str) -> Finding:
 
 
 def _how_to_install(python: str, name: str) -> str:
-    return (
-        f"{shlex.quote(python)} -m pip install {name}, or the package that has it; or choose another --python"
-    )
+    install = f"{shlex.quote(python)} -m pip install {name}"
+    return f"{install} (or the package that has it), or choose a different --python"
 
 
 def _only_in_srun() -> Finding:
-    message = "Python and data can be seen only from inside srun's container"
+    message = "Python and data can be checked only inside srun's container"
     return Finding("environment", WARNING, message, "check them with `doctor.py --job`")
 
 
@@ -228,7 +231,7 @@ def check_environment(site: Site, in_job_too: bool, with_data: bool = True) -> l
         # The command's output, and its error.
         problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
         message = f"the job's Python does not work here: {problem}"
-        fix = "fix activate_environment in slurm/site.sh; for the default, .venv: make .venv/ready"
+        fix = "fix activate_environment in slurm/site.sh; for the default, .venv, run make .venv/ready"
         return [Finding("environment", level, message, fix)]
     findings = [finding._replace(level=level) if finding.level == FAULT else finding for finding in findings]
     if done.returncode:
@@ -244,7 +247,7 @@ def check_folders(site: Site) -> list[Finding]:
     for folder, contents, fix in (
         (site.results_dir, "results", SHARED_FOLDERS_FIX),
         (site.jobs_dir, "checkpoints", SHARED_FOLDERS_FIX),
-        (logs_dir, "logs", "put this checkout where you may write"),
+        (logs_dir, "logs", "put this checkout into a folder where you may write"),
     ):
         try:
             files.check_writable(folder, contents, fix)
