@@ -364,8 +364,8 @@ def try_gpu(device: torch.device) -> None:
     except RuntimeError as error:
         raise UserError(
             f"GPU {device.index} of {platform.node()} does not compute ({first_line(error)}): nvidia-smi "
-            "shows whether another process uses or fills it; take another GPU, or, if there is no kernel "
-            f"image for it, another PyTorch ({PREVIOUS_VERSIONS}), or add --no-cuda."
+            "shows whether another process uses or fills it. Use a different GPU; if the error is about a "
+            f"kernel image, install a different PyTorch ({PREVIOUS_VERSIONS}); or add --no-cuda."
         ) from None
 
 

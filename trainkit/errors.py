@@ -20,7 +20,7 @@ from trainkit.signals import STOP_SIGNALS
 REPOSITORY = Path(__file__).resolve().parents[1]
 # PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
-NO_MEMORY = "this process may not have more memory: ask Slurm for more with --mem, or raise `ulimit -v`."
+NO_MEMORY = "this process cannot get more memory: ask Slurm for more with --mem, or raise `ulimit -v`."
 
 
 class UserError(Exception):
@@ -126,8 +126,8 @@ def _refuse_another_checkout() -> None:
     for folder in Path(sys.argv[0]).resolve().parents:
         beside_the_script = folder / "trainkit" / "errors.py"
         if beside_the_script.exists() and not beside_the_script.samefile(__file__):
-            remedy = f"cd {shlex.quote(str(folder))}, export PYTHONPATH=$PWD"
-            fail(f"it would run the code of {REPOSITORY}: {remedy}")
+            remedy = f"cd {shlex.quote(str(folder))} && export PYTHONPATH=$PWD"
+            fail(f"this script would run the code of {REPOSITORY}: {remedy}")
 
 
 def _dump_no_core() -> None:

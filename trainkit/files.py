@@ -82,7 +82,7 @@ def locked(path: Path, held: str) -> AbstractContextManager:
             return nullcontext()
         raise UserError(held) from None
     except PermissionError:
-        raise UserError(f"{path} is another user's: give a folder of your own.") from None
+        raise UserError(f"{path} belongs to another user: give a folder of your own.") from None
     except OSError:
         return nullcontext()
 

@@ -120,7 +120,7 @@ def read(note: Path) -> str:
 def died_of(number: int) -> str:
     """Return in words what a signal did to a rank that it has ended."""
     if number == signal.SIGKILL:
-        return "was killed (by hand, or for want of memory)"
+        return "was killed (by hand, or because memory ran out)"
     if number == signal.SIGABRT:
         return "aborted"
     with suppress(ValueError):  # real-time signals have no names

@@ -228,7 +228,7 @@ def test_a_dry_run_shows_the_matrix(checkout: SweepCheckout) -> None:
     for reason in (
         "stage single uses 1 GPU, not 3",
         "stage dp is one process and cannot leave its node",
-        "--gpus 3 does not divide among 2 nodes",
+        "--gpus 3 does not divide evenly among 2 nodes",
         "--batch-size 2048 is more than the 600 training images",
     ):
         assert re.search(rf"^left out \(\d+\): {re.escape(reason)}$", done.stdout, re.MULTILINE), done.stdout

@@ -138,7 +138,7 @@ def test_options_of_a_stage_are_varied_by_the_same_door(checkout: Checkout) -> N
         ("--vary lr=1 --vary lr=2 --plain train.py", "twice"),
         ("--batch-size 8 --plain train.py", "has no place"),
         ("--plain train.py {batch}", "give --batch-size"),
-        ("--gpus 2 --batch-size 7 --plain train.py {batch/gpus}", "7 does not divide among 2 GPUs"),
+        ("--gpus 2 --batch-size 7 --plain train.py {batch/gpus}", "7 does not divide evenly among 2 GPUs"),
         ("--vary batch_size=1,2 --stages single", "itself has"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_script_that_is_killed_and_one_that_is_stopped_resume(
     ("arguments", "wrong"),
     [
         (("--data-dir", "nowhere"), "there is no MNIST in nowhere"),
-        (("--batch-size", 51), "does not divide among 2 ranks"),
+        (("--batch-size", 51), "does not divide evenly among 2 ranks"),
         (("--batch-size", 2000), "there are only 1000 images"),
         ((), "plain_ddp.pt has {'weights': 1}, not "),
     ],

@@ -66,7 +66,7 @@ def test_an_error_is_one_sentence_with_its_remedy(tmp_path: Path, script: Script
 def test_a_copied_checkout_does_not_run_the_code_of_the_first_one(checkout: Checkout) -> None:
     """Its .venv is the first one's, too."""
     stage = checkout.script("single")
-    sentence = f"it would run the code of {REPOSITORY}: cd '{checkout.folder}', export PYTHONPATH=$PWD"
+    sentence = f"would run the code of {REPOSITORY}: cd '{checkout.folder}' && export PYTHONPATH=$PWD"
     assert sentence in one_error(checkout.run(sys.executable, stage, "--help", PYTHONPATH=""))
     checkout.environment |= {"PYTHONPATH": str(checkout.folder)}
     assert checkout.run(sys.executable, stage, "--help").returncode == 0
@@ -248,7 +248,10 @@ def test_an_error_of_the_samples_stays_what_it_is(loaders: int, tmp_path: Path, 
 def test_a_mistake_of_a_rank_ends_the_run_without_a_traceback(script: Script) -> None:
     for mistake, told in (
         (("--results-dir", "/proc/nowhere"), "error on rank 0: results cannot be written to /proc/nowhere"),
-        (("--batch-size", 65), "--batch-size 65 does not divide among 2 processes: the nearest is 64 or 66."),
+        (
+            ("--batch-size", 65),
+            "--batch-size 65 does not divide evenly among 2 processes: the nearest is 64 or 66.",
+        ),
     ):
         assert told in failed(script("ddp", *mistake, ranks=2))
 

@@ -14,7 +14,7 @@ def test_a_lock_of_another_user(tmp_path: Path) -> None:
     me = os.geteuid()
     os.seteuid(me or 65534)
     try:
-        with pytest.raises(UserError, match="is another user's: give a folder of your own"):
+        with pytest.raises(UserError, match="belongs to another user: give a folder of your own"):
             locked(tmp_path / ".lock", "held")
     finally:
         os.seteuid(me)

@@ -33,7 +33,7 @@ def at_least(smallest: int, most: int = 2**31 - 1) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if not smallest <= number <= most:
             size = "small" if number < smallest else "large"
-            raise argparse.ArgumentTypeError(f"{number} is too {size}, it must be {smallest} to {most}")
+            raise argparse.ArgumentTypeError(f"{number} is too {size}: it must be {smallest} to {most}")
         return number
 
     return whole_number
@@ -104,4 +104,6 @@ def check_divides(number: int, parts: int, what: str, option: str = "--batch-siz
     if number % parts:
         below, above = number // parts * parts, -(-number // parts) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
-        raise UserError(f"{option} {number} does not divide among {parts} {what}: the nearest is {nearest}.")
+        raise UserError(
+            f"{option} {number} does not divide evenly among {parts} {what}: the nearest is {nearest}."
+        )

@@ -76,7 +76,7 @@ def float32_precision() -> Field:
     return option(
         "fp32",
         choices=("fp32", "tf32"),
-        help="what the layers compute in",
+        help="the precision in which the layers compute",
         shapes_training=True,
         column="precision",
     )
@@ -101,7 +101,7 @@ class Options:
         None,
         type=at_least(1),
         metavar="N",
-        help=f"global batch size: images per optimizer step, all GPUs together (default: {BASE_BATCH})",
+        help=f"global batch size: images per optimizer step, over all GPUs (default: {BASE_BATCH})",
         shapes_training=True,
         column="global_batch",
     )
@@ -110,7 +110,7 @@ class Options:
         None,
         type=at_least(1),
         metavar="N",
-        help="in place of --batch-size: images per step on each device",
+        help="instead of --batch-size: images per optimizer step on each device",
     )
     recipe: str = _option(
         "training",
@@ -126,14 +126,14 @@ class Options:
         None,
         type=above_0(1e6),
         metavar="X",
-        help=f"learning rate, with --lr-scale that of batch {BASE_BATCH} (default: {LEARNING_RATES})",
+        help=f"learning rate; with --lr-scale, the one for batch {BASE_BATCH} (default: {LEARNING_RATES})",
         shapes_training=True,
     )
     lr_scale: str = _option(
         "training",
         "none",
         choices=tuple(LR_SCALES),
-        help=f"linear: --lr times batch size / {BASE_BATCH}; sqrt: times its square root",
+        help=f"linear: --lr times batch size / {BASE_BATCH}; sqrt: --lr times the square root of that",
         shapes_training=True,
         column="lr_scale",
     )
@@ -151,7 +151,7 @@ class Options:
         0.7,
         type=above_0(1),
         metavar="X",
-        help="classic and sgd: factor on the learning rate per epoch",
+        help="classic and sgd: the learning rate is multiplied by X after every epoch",
         shapes_training=True,
         column="gamma",
     )
@@ -176,14 +176,14 @@ class Options:
         None,
         type=at_least(1),
         metavar="N",
-        help="end when the test loss, or that of a script's validation, has found no new low for N epochs",
+        help="end when the test loss, or a script's own validation loss, has not improved for N epochs",
     )
     seed: int = _option(
         "training",
         1,
         type=at_least(0),
         metavar="N",
-        help="fixes weights, order of images and dropout",
+        help="fixes the initial weights, the order of the images, and dropout",
         shapes_training=True,
         column="seed",
     )
@@ -206,7 +206,7 @@ class Options:
         None,
         type=at_least(1, MOST_IMAGES),
         metavar="N",
-        help="images per epoch (default: all): the first N; if N is more than all, they are used repeatedly",
+        help="images per epoch: the first N (default: all); an N beyond the data set repeats them",
         shapes_training=True,
     )
     test_size: int | None = _option(
@@ -220,7 +220,7 @@ class Options:
         "data",
         "resident",
         choices=("resident", "workers"),
-        help="resident: data set kept on the device; workers: DataLoader, image by image",
+        help="resident: keep the data set on the device; workers: a DataLoader prepares image by image",
         column="loader",
     )
     num_workers: int = _option(
@@ -228,7 +228,7 @@ class Options:
         0,
         type=at_least(0, 256),
         metavar="N",
-        help="loader processes of each process, for --loader workers",
+        help="loader processes per rank, for --loader workers",
         column="workers_per_loader",
     )
     test_batch_size: int | None = _option(
@@ -236,14 +236,15 @@ class Options:
         None,
         type=at_least(1),
         metavar="N",
-        help="images per evaluation step and process, only for speed (default: 250 on a CPU, 2500 on GPUs)",
+        help="images per evaluation step on each rank, which changes only the speed (default: 250 on a CPU, "
+        "2500 on GPUs)",
     )
 
     precision: str = _option(
         "machine",
         "fp32",
         choices=("fp32", "tf32", "bf16"),
-        help="bf16: layers compute in bfloat16; tf32: a GPU multiplies with 10 bits",
+        help="bf16: the layers compute in bfloat16; tf32: GPUs multiply with 10 bits of mantissa",
         shapes_training=True,
         column="precision",
     )
@@ -263,7 +264,7 @@ class Options:
         "machine",
         False,
         help="have each rank, PyTorch and NCCL log what they do, in the job's folder or in DIR/debug/ of "
-        "--results-dir; slower",
+        "--results-dir; this is slower",
         column="debug",
     )
 
@@ -303,7 +304,7 @@ class Options:
     dry_run: bool = _option(
         "output",
         False,
-        help="one training step, one test batch, nothing written",
+        help="run one training step and one test batch, and write nothing",
     )
 
     def __getattribute__(self, name: str) -> object:
@@ -360,7 +361,7 @@ class Options:
         With --batch-size-per-gpu the global size is unknown until then.
 
         Raises:
-            UserError: if --batch-size does not divide among them.
+            UserError: if --batch-size does not divide evenly among them.
         """
         if self.batch_size_per_gpu:
             return replace(self, batch_size=self.batch_size_per_gpu * max(count, 1))
@@ -451,7 +452,9 @@ def parse_options(
 def _completed(values: dict[str, object]) -> dict[str, object]:
     """Add the defaults that depend on other options; raise a UserError if they contradict each other."""
     if values["batch_size"] and values["batch_size_per_gpu"]:
-        raise UserError("--batch-size is for all GPUs together and --batch-size-per-gpu for each: give one.")
+        raise UserError(
+            "--batch-size counts all GPUs together and --batch-size-per-gpu each GPU: give only one."
+        )
     if not values["batch_size_per_gpu"]:
         values["batch_size"] = values["batch_size"] or BASE_BATCH
     if values["lr"] is None:
@@ -463,7 +466,8 @@ def _completed(values: dict[str, object]) -> dict[str, object]:
             )
     if values["lr_warmup_images"] and values["recipe"] == "fast":
         raise UserError(
-            "--lr-warmup-images is not for recipe fast, whose one-cycle schedule has its own: leave it out."
+            "--lr-warmup-images is not for recipe fast, whose one-cycle schedule has its own warm-up: "
+            "leave it out."
         )
     if values["num_workers"] and values["loader"] != "workers":
         raise UserError("--num-workers needs --loader workers: add that, or leave it out.")

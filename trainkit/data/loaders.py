@@ -87,7 +87,7 @@ def train_loader(
         dataloader_arguments: for torch's DataLoader, which reads a Dataset, such as a `collate_fn`.
 
     Raises:
-        UserError: if the global batch does not divide among the ranks or exceeds the data set, a Dataset
+        UserError: if the global batch does not divide evenly or exceeds the data set, a Dataset
             comes without --loader workers.
     """
     check_sizes(options, len(dataset), dist_env.world_size)

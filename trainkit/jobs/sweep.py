@@ -101,7 +101,7 @@ class Sweep:
         on_cpu = self.opts.no_cuda or (self.why_here and not self.gpus_here)
         if run.stage.name == DP and gpus > 1 and on_cpu:
             raise UserError("without GPUs, stage dp on several devices is the plain model on one")
-        # It refuses a batch that does not divide among the GPUs.
+        # It refuses a batch that does not divide evenly among the GPUs.
         self.script_arguments(run)
         if not self.plain:
             opts = self._options(run.stage, run.settings)
@@ -122,7 +122,7 @@ class Sweep:
         """Return the arguments that the script gets in `run`.
 
         Raises:
-            UserError: if they ask for the batch of each GPU, and it does not divide among them.
+            UserError: if they ask for the batch of each GPU, and it does not divide evenly among them.
         """
         arguments = variation.filled(self.arguments, run.settings, self._values_in_braces(run))
         if self.plain:

@@ -94,7 +94,7 @@ def main() -> None:
     }
     # 2. Take one shard of every batch, and of the test images.
     if args.batch_size % world_size:
-        raise SystemExit(f"--batch-size {args.batch_size} does not divide among {world_size} ranks")
+        raise SystemExit(f"--batch-size {args.batch_size} does not divide evenly among {world_size} ranks")
     sampler = ResumableSampler(train_set, num_replicas=world_size, rank=rank, drop_last=True)
     batch_size = args.batch_size // world_size
     test_set = Subset(test_set, range(rank, len(test_set), world_size))
