@@ -12,7 +12,7 @@ prediction = 1
 
 # 1. Jobs 3 and 4
 busy_cores = 0.66  # of job 3, on average
-memory_mb = 808    # of job 3, its training at the most
+memory_mb = 808    # of job 3: the most that its training used
 signal = 9         # of job 4
 why = memory       # of job 4: error, time, memory or user
 
@@ -35,14 +35,15 @@ started: the training. An exit code above 128 is 128 plus the number of a signal
 
 ## 2
 
-A rank that is killed cannot write any more, so the ranks that write a traceback lived on. Only the launcher
-sees how each task ends: look for the lines that begin with `srun: error`. Here, srun's task N is rank N.
+A rank that is killed cannot write any more, so the ranks that write a traceback were still alive. Only the
+launcher sees how each task ends: look for the lines that begin with `srun: error`. Here, srun's task N is
+rank N.
 
 ## 3
 
-For each of the four jobs, compare `gres/gpu` in the line without a dot with NTasks of the training. The hours
-are Elapsed in that line: from its first second, the GPUs are yours. In the script, `--ntasks` counts over all
-nodes and `--gpus-per-node` on each.
+For each of the four jobs, compare `gres/gpu` in the line whose number has no dot with the NTasks of the
+training. Elapsed in that line is how long you pay for the GPUs. In the script, `--ntasks` counts over all
+nodes, and `--gpus-per-node` on each.
 """
 SOLUTION = {
     "wide.sh": """\
@@ -56,15 +57,15 @@ WRONG = [
     ("answers.txt", "busy_cores = 0.66", "busy_cores = 1.52", "upside down"),
     ("answers.txt", "busy_cores = 0.66", "busy_cores = 0.33", "share of the two"),
     ("answers.txt", "busy_cores = 0.66", "busy_cores = 2", "is what the job was given"),
-    ("answers.txt", "memory_mb = 808", "memory_mb = 4.9", "of the job script"),
+    ("answers.txt", "memory_mb = 808", "memory_mb = 4.9", "to the job script"),
     ("answers.txt", "memory_mb = 808", "memory_mb = 8000", "asked for"),
     ("answers.txt", "signal = 9", "signal = 15", "minus 128"),
     ("answers.txt", "why = memory", "why = time", "30 minutes"),
     ("answers.txt", "why = memory", "why = user", "first line"),
-    ("answers.txt", "rank = 2", "rank = 3", "Rank 3 wrote a traceback, so it lived on"),
+    ("answers.txt", "rank = 2", "rank = 3", "Rank 3 wrote a traceback, so it was still"),
     ("answers.txt", "node = n2", "node = n1", "is in the line of srun"),
     ("answers.txt", "how = killed", "how = network", "what the others see"),
-    ("answers.txt", "how = killed", "how = exception", "would have written a traceback"),
+    ("answers.txt", "how = killed", "how = exception", "writes a traceback"),
     ("answers.txt", "line = 40", "line = 16", "a rank that complains"),
     ("answers.txt", "job = 3", "job = 1", "is torchrun"),
     ("answers.txt", "job = 3", "job = 4", "one for each"),
@@ -73,7 +74,7 @@ WRONG = [
     ("answers.txt", "gpu_hours = 0.111", "gpu_hours = 0.221", "all its GPUs cost"),
     ("answers.txt", "gpu_hours = 0.111", "gpu_hours = 6.63", "hours:minutes:seconds"),
     ("wide.sh", "--ntasks-per-node=2", "--ntasks=2", "correct its #SBATCH lines"),
-    ("wide.sh", "--ntasks-per-node=2", "--ntasks=4", "one node may get 3"),
+    ("wide.sh", "--ntasks-per-node=2", "--ntasks=4", "one node may get 3 of 4"),
     ("wide.sh", "--ntasks-per-node=2", "--ntasks-per-node=4", "NCCL refuses"),
     ("wide.sh", "srun --cpus", "srun --ntasks=4 --cpus", "change the #SBATCH lines only"),
     ("one.sh", "--ntasks=2 ", "--ntasks-per-node=2 ", "mine/one.sh was right"),
@@ -83,12 +84,12 @@ ELAPSED_SECONDS = 139  # of job 3
 CPU_SECONDS = 91.4
 MEGABYTES = 808
 HOW = {
-    "network": "`Connection closed by peer` is what the others see when a process is gone, wherever it was. "
-    "Did the launcher lose the node, too?",
-    "exception": "A rank that ends with an exception would have written a traceback. Did this rank?",
-    "time_limit": "At its time limit, the whole job is ended, and the log says DUE TO TIME LIMIT. One word "
-    "in the launcher's line says what happened to this one task.",
-    "hung": "A rank that hangs is still there: the others wait for it, until --timeout, and no rank closes a "
+    "network": "`Connection closed by peer` is what the others see when a process is gone, for any reason. "
+    "Did the launcher lose the node as well?",
+    "exception": "A rank that ends with an exception writes a traceback. Did this rank write one?",
+    "time_limit": "At its time limit, Slurm ends the whole job, and the log says DUE TO TIME LIMIT. One word "
+    "in the launcher's line says what happened to this task.",
+    "hung": "A rank that hangs still exists: the others wait for it until --timeout, and no rank closes a "
     "connection.",
 }
 
@@ -117,13 +118,13 @@ def check(workspace: Workspace) -> str:
     nodes, ranks = _check_script(workspace)
     asked = ask_slurm(workspace.folder / f"{WASTEFUL}.sh", workspace.folder.parents[2])
     return (
-        f"Job 3 kept {CPU_SECONDS / ELAPSED_SECONDS:.2f} of its 2 cores busy: a training that waits, for "
-        "other programs, a loader, a disk or a GPU. Signal 9 cannot be caught, so a process that it ends "
-        "leaves no message: Slurm's lines, and MaxRSS beside ReqMem, say why. Of the four ranks "
-        f"{tracebacks} wrote a traceback (you predicted {prediction:g}), and all of them only complain that "
-        f"rank 2 is gone. And job {wasteful.number} ended without an error, and paid {wasted:.3f} GPU-hours "
-        f"for GPUs without a rank: compare the GPUs in AllocTRES with the ranks of every job. Your script "
-        f"asks for {ranks} ranks on {nodes} node{'s' * (nodes > 1)}. {asked}"
+        f"Job 3 kept only {CPU_SECONDS / ELAPSED_SECONDS:.2f} of its 2 cores busy, so its training waits: "
+        "for other programs, a loader, a disk or a GPU. Signal 9 cannot be caught, so a process that it "
+        "ends leaves no message. Slurm's lines, and MaxRSS beside ReqMem, say why it ended. Of the four "
+        f"ranks {tracebacks} wrote a traceback (you predicted {prediction:g}), but these only complain that "
+        f"rank 2 is gone. Job {wasteful.number} ended without an error, but paid {wasted:.3f} GPU-hours for "
+        "GPUs without a rank: compare the GPUs in AllocTRES with the ranks of every job. Your script asks "
+        f"for {ranks} ranks on {nodes} node{'s' * (nodes > 1)}. {asked}"
     )
 
 
@@ -134,7 +135,7 @@ def _check_memory_and_cores(answers: Answers) -> None:
         raise Wrong("`signal`: an exit code above 128 means a signal, whose number is the code minus 128.")
     why = answers.word("why", "error", "time", "memory", "user")
     if why == "time":
-        raise Wrong("`why = time`: the job ran for less than a minute, and its script asks for 30 minutes.")
+        raise Wrong("`why = time`: the job ran for less than a minute, but its script asks for 30 minutes.")
     if why != "memory":
         raise Wrong(f"`why = {why}`: read the first line of killed.txt that begins with slurmstepd.")
 
@@ -144,7 +145,7 @@ def _check_cores(answer: float) -> None:
     if is_close(answer, true, 0.05):
         return
     if is_close(answer, 1 / true, 0.05):
-        raise Wrong(f"`busy_cores = {answer:g}` is upside down: divide the CPU's seconds by the clock's.")
+        raise Wrong(f"`busy_cores = {answer:g}` is upside down: divide TotalCPU by Elapsed, in seconds.")
     if is_close(answer, true / 2, 0.05):
         raise Wrong(f"`busy_cores = {answer:g}` is the share of the two cores: how many cores is that?")
     if answer == 2:
@@ -152,9 +153,8 @@ def _check_cores(answer: float) -> None:
             "`busy_cores = 2` is what the job was given (AllocCPUS). How long did it compute (TotalCPU)?"
         )
     raise Wrong(
-        f"`busy_cores = {answer:g}`: divide TotalCPU by Elapsed, both in seconds. 01:31.435 is in minutes "
-        "and "
-        "seconds."
+        f"`busy_cores = {answer:g}`: divide TotalCPU by Elapsed, both in seconds. 01:31.435 is 1 minute and "
+        "31.435 seconds."
     )
 
 
@@ -162,7 +162,7 @@ def _check_memory(answer: float) -> None:
     if is_close(answer, MEGABYTES, 0.04):
         return
     if is_close(answer, 4.9, 0.05):
-        raise Wrong(f"`memory_mb = {answer:g}` is that of the job script (3.batch); the training is 3.1.")
+        raise Wrong(f"`memory_mb = {answer:g}` belongs to the job script (3.batch); the training is 3.1.")
     if 7000 < answer < 9000:
         raise Wrong(
             f"`memory_mb = {answer:g}` is what the job asked for (ReqMem). How much did it use (MaxRSS)?"
@@ -179,9 +179,9 @@ def _check_ranks(answers: Answers) -> int:
     answer = answers.number("rank")
     if answer in complained:
         raise Wrong(
-            f"Rank {answer:.0f} wrote a traceback, so it lived on: it complains that another rank is gone. "
-            "Which rank complains first is chance. Look for the rank that wrote nothing, and for what the "
-            "launcher says."
+            f"Rank {answer:.0f} wrote a traceback, so it was still alive: it complains that a different rank "
+            "is gone. Which rank complains first is chance. Look for the rank that wrote nothing, and for "
+            "what the launcher says."
         )
     if answer != rank:
         raise Wrong(f"There is no rank {answers['rank']} in this job: its four ranks are 0 to 3.")
@@ -192,8 +192,8 @@ def _check_ranks(answers: Answers) -> int:
         raise Wrong(HOW[how])
     if answers.number("line") != 1 + log[: killed.start()].count("\n"):
         raise Wrong(
-            f"It is not line {answers['line']}: the first lines with an error are from a rank that "
-            f"complains. Which line is the first to name rank {rank}?"
+            f"`line` is not {answers['line']}: the first lines with an error are from a rank that complains. "
+            f"Which line is the first to name rank {rank}?"
         )
     return len(complained)
 
@@ -207,24 +207,27 @@ def _check_gpus(answers: Answers) -> tuple[Job, float]:
         raise Wrong(f"`job`: the jobs have the numbers {', '.join(job.number for job in jobs)}.")
     if answer.name == TORCHRUN:
         raise Wrong(
-            f"`job`: the one task that Slurm counts in {answer.number} is torchrun, which starts "
+            f"`job`: the only task that Slurm counts in job {answer.number} is torchrun, which starts "
             f"{answer.ranks} ranks."
         )
     if answer is not wasteful:
-        raise Wrong(f"`job`: {answer.number} had {answer.gpus} GPUs and {answer.ranks} ranks, one for each.")
+        raise Wrong(
+            f"`job`: job {answer.number} had {answer.gpus} GPUs and {answer.ranks} ranks, one for each."
+        )
     idle = wasteful.gpus - wasteful.ranks
     if answers.number("idle") != idle:
         raise Wrong(
-            f"`idle` is not {answers.number('idle'):g}: subtract its ranks from its GPUs, on all its nodes."
+            f"`idle` is not {answers.number('idle'):g}: subtract the ranks of the job from its GPUs, on all "
+            "its nodes."
         )
     wasted = idle * wasteful.hours
     given = answers.number("gpu_hours")
     if not is_close(given, wasted, 0.03):
-        hint = f"count {idle} GPUs for as long as the job had them, in hours."
+        hint = f"multiply {idle} GPUs by the hours of the job."
         if is_close(given, wasteful.gpus * wasteful.hours, 0.03):
-            hint = "that is what all its GPUs cost. Two of them did work."
+            hint = "that is what all its GPUs cost, but two of them worked."
         if is_close(given, 60 * wasted, 0.03) or is_close(given, 3600 * wasted, 0.03):
-            hint = "Elapsed is hours:minutes:seconds, and an hour is 3600 seconds."
+            hint = "Elapsed is hours:minutes:seconds, and an hour has 3600 seconds."
         raise Wrong(f"`gpu_hours` is not {given:g}: {hint}")
     return wasteful, wasted
 
@@ -246,15 +249,15 @@ def _check_script(workspace: Workspace) -> tuple[int, int]:
     """Return the nodes that the script asks for, and its ranks on all of them."""
     for path in sorted(STARTER.glob("*.sh")):
         if path.stem != WASTEFUL and workspace.text(path.name) != path.read_text():
-            raise Wrong(f"mine/{path.name} was right, but is changed. `reset` shows how it was.")
+            raise Wrong(f"mine/{path.name} was right, but you have changed it. `reset` restores it.")
     name = f"mine/{WASTEFUL}.sh"
     before = (STARTER / f"{WASTEFUL}.sh").read_text()
     text = workspace.text(f"{WASTEFUL}.sh")
     if requested(text) == requested(before):
-        raise Wrong(f"{name} still asks for the same as before: correct its #SBATCH lines.")
+        raise Wrong(f"{name} still asks for the same resources as before: correct its #SBATCH lines.")
     if _commands(text) != _commands(before):
         raise Wrong(
-            f"{name}: change the #SBATCH lines only. You pay for what they ask for, and srun follows them."
+            f"{name}: change the #SBATCH lines only. You pay for what they ask for, and srun obeys them."
         )
     asked = requested(text)
     options = {key: _number(name, key, asked[key]) for key in asked if key in COUNTS | NOT_READ}
@@ -270,10 +273,10 @@ def _check_script(workspace: Workspace) -> tuple[int, int]:
     if ranks > gpus:
         raise Wrong(f"{has}. NCCL refuses two ranks on one GPU.")
     if ranks < 2:
-        raise Wrong(f"{has}. It was a training with several ranks: one rank is stage 01.")
+        raise Wrong(f"{has}. Keep it a training with several ranks: one rank is stage 01.")
     if ranks > nodes > 1 and "ntasks-per-node" not in options:
         raise Wrong(
-            f"{has}, but does not say where: of {ranks:g} tasks, one node may get {ranks - 1:g}. Give the "
+            f"{has}, but does not say where: one node may get {ranks - 1:g} of {ranks:g} tasks. Give the "
             "number per node, as with the GPUs."
         )
     return nodes, ranks

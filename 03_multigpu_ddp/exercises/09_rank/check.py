@@ -16,7 +16,7 @@ ranks_on_n2 = 2 3    # which ranks are on node n2? Such as: 0 3
 # SECOND job
 gpu_of_rank_2 = 1    # the N of its cuda:N
 
-# `python who.py` in the batch script itself, without srun: how many processes run it?
+# If the batch script itself contains `python who.py`, without srun: how many processes run it?
 without_srun = 1
 """
 HINTS = """\
@@ -33,14 +33,13 @@ every node?
 
 ## 3
 
-Use the first three rows of the table in the README, not the fourth. `gpu` returns `local_rank`:
-the log of the second job shows why a formula of the rank, such as `rank % 2`, would give ranks 0
-and 2 the same GPU.
+Use the first three rows of the table in the README, not the fourth. `gpu` returns `local_rank`. The log of
+the second job shows why you cannot calculate it: `rank % 2` would give ranks 0 and 2 the same GPU.
 """
 SOLUTION = {
     "who.py": '''\
 @@
--"""Who is this process? The gaps are to be filled in."""
+-"""Who is this process? Fill in the gaps."""
 +"""Who is this process?"""
 @@
 -TORCHRUN = "?", "?", "?"
@@ -59,14 +58,14 @@ STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "world_size = 4", "world_size = 2", "not only those of one node"),
     ("answers.txt", "gpu_of_rank_3 = 1", "gpu_of_rank_3 = 3", "no cuda:3"),
-    ("answers.txt", "ranks_on_n2 = 2 3", "ranks_on_n2 = 1 3", "have `n2` after the rank"),
-    ("answers.txt", "gpu_of_rank_2 = 1", "gpu_of_rank_2 = 0", "no formula"),
+    ("answers.txt", "ranks_on_n2 = 2 3", "ranks_on_n2 = 1 3", "with `n2` after the rank"),
+    ("answers.txt", "gpu_of_rank_2 = 1", "gpu_of_rank_2 = 0", "No formula"),
     ("who.py", '"RANK", "LOCAL_RANK"', '"LOCAL_RANK", "LOCAL_RANK"', "two processes say"),
     ("who.py", '"SLURM_PROCID", "SLURM_LOCALID"', '"SLURM_PROCID", "SLURM_PROCID"', "counts over all nodes"),
-    ("who.py", '"SLURM_NTASKS"', '"SLURM_NTASKS_PER_NODE"', "the world size as 2"),
+    ("who.py", '"SLURM_NTASKS"', '"SLURM_NTASKS_PER_NODE"', "the world size 2 for four"),
     ("who.py", '"SLURM_NTASKS"', '"?"', "a gap"),
     ("answers.txt", "without_srun = 1", "without_srun = 4", "the batch script is one process"),
-    ("who.py", '"SLURM_STEP_NUM_TASKS" in', '"SLURM_PROCID" in', "would wait for peers"),
+    ("who.py", '"SLURM_STEP_NUM_TASKS" in', '"SLURM_PROCID" in', "wait for processes"),
     ("who.py", "return local_rank", "return rank % world_size", "has no cuda:2"),
     ("who.py", "return local_rank", "return rank % 2", "in the second job"),
     ("who.py", "return local_rank", "return rank // 2", "in the first job"),
@@ -104,11 +103,11 @@ def check(workspace: Workspace) -> str:
             "Which of the two belongs to the process with that SLURM_LOCALID?"
         )
     if sorted(re.findall(r"\d", answers["ranks_on_n2"])) != ["2", "3"]:
-        raise Wrong("`ranks_on_n2`: in the first job, look for the lines that have `n2` after the rank.")
+        raise Wrong("`ranks_on_n2`: in the first job, look for the lines with `n2` after the rank.")
     if answers.number("gpu_of_rank_2") != 1:
         raise Wrong(
-            "`gpu_of_rank_2`: in the second job, rank 2 is on n1, with rank 0. There is no formula for the "
-            "local rank: it depends on how the tasks were placed. Read its SLURM_LOCALID."
+            "`gpu_of_rank_2`: in the second job, rank 2 is on n1, with rank 0. No formula returns the local "
+            "rank, since it depends on how the tasks were placed. Read its SLURM_LOCALID."
         )
     if answers.number("without_srun") != 1:
         raise Wrong("`without_srun`: the batch script is one process. Only srun starts the others.")
@@ -121,15 +120,16 @@ def check(workspace: Workspace) -> str:
     if who.who_am_i(batch) != (0, 0, 1):
         raise Wrong(
             "In the batch script, without srun, `who_am_i` believes SLURM_PROCID and SLURM_NTASKS, and would "
-            "wait for peers that never started: SLURM_STEP_NUM_TASKS shows whether this is a step of srun."
+            "wait for processes that never started. SLURM_STEP_NUM_TASKS shows whether this is a step of "
+            "srun."
         )
     check_gpus(who.gpu)
     guess = "as you predicted" if prediction == 2 else f"you predicted {answers['prediction']}"
     return (
         f"Two of the four have local rank 0, one on each node: {guess}. The rank decides which shard of the "
-        "data a process takes, and which process prints and saves; the local rank chooses the GPU, and "
-        "nothing else. Take both from the launcher, as trainkit/distributed/launchers.py does: the "
-        "launcher decides how ranks are placed on nodes."
+        "data a process gets, and which process prints and saves. The local rank only chooses the GPU. Read "
+        "both from the launcher, as trainkit/distributed/launchers.py does, since the launcher decides how "
+        "ranks are placed on nodes."
     )
 
 
@@ -151,18 +151,22 @@ def check_names(who_am_i: Callable, launcher: Callable, local_ranks: list[int]) 
         )
     if ranks.count(0) == 2:
         raise Wrong(
-            f"With {name} on two nodes, two processes say that they are rank 0: both would print, save, and "
+            f"With {name} on two nodes, two processes say that they are rank 0. Both would print, save, and "
             "train on the same images. The rank counts over all nodes."
         )
     if list(ranks) != [0, 1, 2, 3]:
-        raise Wrong(f"With {name}, the ranks of four processes come out as {', '.join(map(str, ranks))}.")
+        raise Wrong(
+            f"With {name}, your function returns the ranks {', '.join(map(str, ranks))} for four processes."
+        )
     if list(locals_) != local_ranks:
         raise Wrong(
-            f"With {name}, the local ranks on two nodes come out as {', '.join(map(str, locals_))}. A local "
-            "rank begins at 0 on every node; the rank counts over all nodes."
+            f"With {name}, your function returns the local ranks {', '.join(map(str, locals_))} on two "
+            "nodes. Local ranks begin at 0 on every node; the rank counts over all nodes."
         )
     if set(sizes) != {4}:
-        raise Wrong(f"With {name}, four processes on two nodes see the world size as {sizes[0]}.")
+        raise Wrong(
+            f"With {name}, your function returns the world size {sizes[0]} for four processes on two nodes."
+        )
 
 
 def check_gpus(gpu: Callable) -> None:
@@ -182,7 +186,7 @@ def check_job(which: str, places: list[tuple[int, int, str]], gpu: Callable) -> 
             raise Wrong(f"`gpu` has to return a number, the N of cuda:N. Yours returns {number!r}.")
         if number not in (0, 1):
             raise Wrong(
-                f"`gpu` sends rank {rank} to cuda:{number}. A node with two GPUs has no cuda:{number}."
+                f"`gpu` sends rank {rank} to cuda:{number}, but a node with two GPUs has no cuda:{number}."
             )
         if taken.setdefault((node, number), rank) != rank:
             raise Wrong(

@@ -12,8 +12,8 @@ ANSWERS = """\
 # Before you run the starter, which averages nothing: will the weights of the ranks be equal or different?
 prediction = different
 
-# 4 ranks sum their gradients and forget to divide. With SGD, that is like a learning rate how many times as
-# large?
+# 4 ranks sum their gradients and forget to divide. With SGD, how many times as large a learning rate would
+# have the same effect?
 forgot_to_divide = 4
 """
 HINTS = """\
@@ -24,8 +24,8 @@ HINTS = """\
 
 ## 2
 
-A sum is not yet a mean: divide it by the number of ranks, whatever that is. And a frozen layer has
-no gradient: its `.grad` is `None`, on every rank.
+A sum is not yet a mean: divide it by the number of ranks, whatever that is. A frozen layer has no gradient:
+its `.grad` is `None`, on every rank.
 
 ## 3
 
@@ -38,7 +38,7 @@ and one more line, with `dist.get_world_size()`.
 SOLUTION = {
     "average.py": '''\
 @@
--"""Train in several processes without DistributedDataParallel. The function `average` is to be written.
+-"""Train in several processes without DistributedDataParallel. Write the function `average`.
 +"""Train in several processes without DistributedDataParallel.
 @@
      """Make every gradient of the model its mean over all ranks."""
@@ -80,9 +80,9 @@ def check(workspace: Workspace) -> str:
     came = "as you predicted" if prediction == "different" else "you predicted equal weights"
     return (
         f"Without `average`, the ranks drift apart: their weights are different ({came}). With it, N ranks "
-        "make the steps of one process with the whole batch, and no rank has to send its weights. DDP does "
-        "the same, but it sends many gradients in one call, while the others are still being computed: see "
-        "03_multigpu_ddp/beyond/by_feature/by_hand.py."
+        "make the same steps as one process with the whole batch, and no rank has to send its weights. DDP "
+        "does the same, but sends many gradients in one call, while the others are still being computed: "
+        "see 03_multigpu_ddp/beyond/by_feature/by_hand.py."
     )
 
 
@@ -104,7 +104,7 @@ def averaged(average: Callable[[nn.Module], None], rank: int, size: int) -> dict
         if "NoneType" in str(error):
             raise Wrong(
                 "Something is None: either the gradient of the frozen layer, which you have to leave out, or "
-                "the result of all_reduce, which returns nothing and writes into the tensor that it is given."
+                "the result of all_reduce, which returns nothing and writes into its argument."
             ) from None
         raise
     gradients = [weights.grad for weights in trained]
@@ -124,13 +124,13 @@ def judge(ranks: list[dict[str, list]], size: int) -> None:
             if all(equal(factor * torch.tensor(a), b) for a, b in zip(rank["got"], rank["own"], strict=True)):
                 raise Wrong(
                     f"On {size} ranks, the gradients of rank {number} contain nothing from the other ranks. "
-                    "all_reduce writes into the tensor that it is given: give it the gradient, not a copy."
+                    "all_reduce writes into its argument: give it the gradient, not a copy."
                 )
         is_mean = [equal(got, whole) for got, whole in zip(rank["got"], rank["whole"], strict=True)]
         if all(is_mean):
             continue
         if rank["own"][0] == rank["got"][0] or rank["own"][1] == rank["got"][1]:
-            raise Wrong("Only some of the gradients are averaged; the others are still each rank's own.")
+            raise Wrong("Only some of the gradients are averaged. The others still belong to one rank alone.")
         if number and all(
             equal(got, whole) for got, whole in zip(ranks[0]["got"], rank["whole"], strict=True)
         ):

@@ -12,7 +12,7 @@ from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
-# Before you run the starter: how often does DDP average the gradients in one step of 4 micro-batches?
+# Before you run the starter: how many times does DDP average the gradients in one step of 4 micro-batches?
 prediction = 4
 """
 HINTS = """\
@@ -23,14 +23,14 @@ two numbers should be equal, and by which factor do they differ?
 
 ## 2
 
-The mean over 64 images is the mean of the 4 means over 16, not their sum. And the ranks need each
-other's gradients once, when those of all parts are added up: after which of the 4 backward passes?
+The mean over 64 images is the mean of the 4 means over 16, not their sum. And the ranks have to average their
+gradients only once, when those of all parts are added up. After which of the 4 backward passes is that?
 
 ## 3
 
-`for part, (inputs, targets) in enumerate(..., start=1):`, within it `with model.no_sync() if part
-< parts else nullcontext():` around both the model's call and `backward`, and the loss divided by
-`parts`. `zero_grad` stays before the loop.
+Loop with `for part, (inputs, targets) in enumerate(..., start=1):`. In the loop, put
+`with model.no_sync() if part < parts else nullcontext():` around both the call of the model and `backward`,
+and divide the loss by `parts`. `zero_grad` stays before the loop.
 """
 SOLUTION = {
     "accumulate.py": '''\
@@ -68,7 +68,7 @@ WRONG = [
     (SCRIPT, ") / parts", ") / parts / dist.get_world_size()", "0.50 times that"),
     (SCRIPT, PLACE, "optimizer.zero_grad()\n        " + PLACE, "only the last part"),
     (SCRIPT, "    optimizer.zero_grad()\n", "", "the step before"),
-    (SCRIPT, "loss.backward()\n", "loss.backward()\n        optimizer.step()\n", "one step"),
+    (SCRIPT, "loss.backward()\n", "loss.backward()\n        optimizer.step()\n", "only one step"),
 ]  # fmt: skip
 
 
@@ -98,9 +98,9 @@ def check(workspace: Workspace) -> str:
     came = "as you predicted" if prediction == PARTS else f"you predicted {prediction:g}"
     return (
         f"Without no_sync, DDP averages the gradients in every backward pass, {PARTS} times in a step "
-        f"({came}). Now it does so once, and the step is that of the whole batch. How much time this saves "
-        "depends on how long an all-reduce takes, compared with a part: 03_multigpu_ddp/beyond/README.md has "
-        "measurements on two CPU workers."
+        f"({came}). Now it averages them once, and the step equals that with the whole batch. How much time "
+        "this saves depends on how long an all-reduce takes, compared with a part: "
+        "03_multigpu_ddp/beyond/README.md has measurements on two CPU workers."
     )
 
 
@@ -129,10 +129,10 @@ def behave(program: ModuleType, parts: int, rank: int, size: int) -> dict[str, o
 def judge(ranks: list[dict[str, object]], parts: int, forgot_forward: bool) -> None:
     seen = ranks[0]
     if len(seen["gradients"]) != 1:
-        raise Wrong(f"The optimizer makes {len(seen['gradients'])} steps with one batch. Make one step.")
+        raise Wrong(f"The optimizer makes {len(seen['gradients'])} steps with one batch. Make only one step.")
     if seen["zeroed"] > 1:
         raise Wrong(
-            "The gradients are set to zero between the parts, so the step has the gradient of only the last "
+            "The gradients are set to zero between the parts, so the step uses the gradient of only the last "
             "part."
         )
     if seen["all_reduces"] == 0:
@@ -141,9 +141,7 @@ def judge(ranks: list[dict[str, object]], parts: int, forgot_forward: bool) -> N
             "different step, and they drift apart."
         )
     if seen["all_reduces"] > 1:
-        advice = (
-            " no_sync has to be around the forward pass, too: there DDP decides." if forgot_forward else ""
-        )
+        advice = " no_sync has to include the forward pass, in which DDP decides." if forgot_forward else ""
         raise Wrong(
             f"In a step of {parts} parts, DDP averages the gradients {seen['all_reduces']} times. Once is "
             f"enough: the gradients of the parts add up on each rank.{advice}"
@@ -151,12 +149,12 @@ def judge(ranks: list[dict[str, object]], parts: int, forgot_forward: bool) -> N
     gradient, gradient_of_rank_1 = (torch.tensor(rank["gradients"][0]) for rank in ranks)
     if not torch.allclose(gradient, gradient_of_rank_1, rtol=1e-4, atol=1e-6):
         raise Wrong(
-            "The ranks have different gradients after the all-reduce: what each rank added later was left "
-            "out of the all-reduce. In which part should it happen?"
+            "The ranks have different gradients after the step: what each rank added later was left out of "
+            "the all-reduce. In which part should the all-reduce happen?"
         )
     true = torch.tensor([rank["own"] for rank in ranks]).mean(dim=0)
     if torch.allclose(gradient - STALE, true, rtol=1e-3, atol=1e-4):
-        raise Wrong("The gradient of the step before is still in it: set the gradients to zero first.")
+        raise Wrong("The gradient still includes that of the step before: set the gradients to zero first.")
     if not torch.allclose(gradient, true, rtol=1e-3, atol=1e-6):
         factor = (gradient @ true / (true @ true)).item()
         raise Wrong(

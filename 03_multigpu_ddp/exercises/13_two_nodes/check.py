@@ -7,7 +7,7 @@ from trainkit.record import records
 from trainkit.workshop.work import Workspace, Wrong, check_alike, is_close
 
 ANSWERS = """\
-# Two GPUs on two nodes, against two on one: faster, same or slower?
+# Are two GPUs on two nodes faster than two on one, the same or slower?
 prediction = slower
 # Of the run on two nodes
 global_batch = 64
@@ -29,8 +29,8 @@ The line `rank 1 on n2: ...` ends with `interface ... towards rank 0`. Each of t
 
 ## 3
 
-`megabytes` is 4.8. For `ratio`, take the column `images_per_s` of the epochs with warmup 0, or the
-lines of epochs 2 and 3 of the logs: divide their mean on two nodes by their mean on one.
+`megabytes` is 4.8. For `ratio`, use the column `images_per_s` of the epochs with warmup 0, or the lines of
+epochs 2 and 3 in the logs. Divide their mean on two nodes by their mean on one.
 """
 STARTS_WITH = "`prediction`"
 RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/two_nodes": []}
@@ -62,7 +62,7 @@ def check(workspace: Workspace) -> str:
     check_interface(answers["interface"], workspace)
     megabytes = answers.number("megabytes")
     if is_close(megabytes, 2 * MEGABYTES, 0.03):
-        raise Wrong("`megabytes`: that is twice as much as it should be. With N = 2, 2 (N - 1) / N is 1.")
+        raise Wrong("`megabytes`: that is twice as much as each rank sends. With N = 2, 2 (N - 1) / N is 1.")
     if not is_close(megabytes, MEGABYTES, 0.03):
         raise Wrong(
             "`megabytes`: 1,199,882 gradients of 4 bytes each, times 2 (N - 1) / N, in millions of bytes."
@@ -81,15 +81,14 @@ def check(workspace: Workspace) -> str:
     )
     if on_two_nodes["device_name"].startswith("CPU"):
         speeds += (
-            " These are CPU workers. If both nodes are one machine, as on the practice cluster, that says "
-            "nothing about nodes, only about what else the machine did."
+            " These are CPU workers. If both nodes are the same machine, as on the practice cluster, the "
+            "speeds only show what else the machine did."
         )
     return (
         "With the same two ranks and the same batches, the train loss of the first epoch is "
         f"{on_one_node['train_loss']:.4f} and {on_two_nodes['train_loss']:.4f}. What differs is the path "
-        f"that {MEGABYTES:.1f} "
-        "MB take in every step: between nodes it is mostly slower, and with a larger batch an epoch takes it "
-        f"less often. {speeds}"
+        f"that {MEGABYTES:.1f} MB travel in every step. Between nodes it is usually slower, and with a "
+        f"larger batch an epoch has fewer steps. {speeds}"
     )
 
 
@@ -108,7 +107,7 @@ def run_on(nodes: int, workspace: Workspace) -> dict[str, object]:
     if not runs:
         raise Wrong(
             f"mine/runs has no run on {nodes} node(s) with two ranks and two epochs or more. Run the "
-            "commands of the README, or take our runs with `recorded`."
+            "commands of the README, or use our runs with `recorded`."
         )
     row, of_ranks = max(runs, key=lambda run: run[0]["started_at"])
     places = {(rank["rank"], rank["host"]) for rank in of_ranks}
@@ -125,13 +124,13 @@ def check_interface(answer: str, workspace: Workspace) -> None:
     """Compare an answer with the lines that --debug writes into the log of the run on two nodes."""
     logs = [name for name in ("runs/two.txt", "two.txt") if (workspace.folder / name).exists()]
     if not logs:
-        raise Wrong("There is no log mine/two.txt. Run the commands of the README, or take `recorded`.")
+        raise Wrong("There is no log mine/two.txt. Run the commands of the README, or use `recorded`.")
     log = workspace.text(logs[0])
     interfaces = re.findall(r"interface (\S+) towards rank 0", log)
     if not interfaces:
         raise Wrong("The log two.txt does not name the interface: run the job with --debug.")
     if answer not in interfaces:
-        within = " `lo` is for traffic within one machine." if answer == "lo" else ""
+        within = " `lo` only serves traffic within one machine." if answer == "lo" else ""
         raise Wrong(
             f"`interface` is not {answer}.{within} The lines of two.txt that begin with `rank 1 on` name it."
         )

@@ -3,7 +3,7 @@
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
-# MB at the fullest moment of the second step
+# MB in use at the fullest moment of the second step
 prediction = 70
 # MB of each part
 weights = 8.4
@@ -14,9 +14,9 @@ activations = 33.6  # without the batch itself
 doubled = 67.1
 # MB of weights, gradients and optimizer together: with SGD without momentum instead of AdamW
 sgd = 16.8
-# and with AdamW, on each of 4 ranks that share them by fully_shard
+# and with AdamW, on each of 4 ranks over which fully_shard splits them
 sharded = 8.4
-# Two GPUs with DDP and the same global batch: which of the four parts is half as large on each?
+# Two GPUs with DDP and the same global batch: which of the four parts is only half as large on each?
 # weights, gradients, optimizer or activations
 halved = activations
 """
@@ -28,8 +28,8 @@ weight?
 
 ## 2
 
-Go through the forward pass: the first layer's input is the batch, which counts separately. Each ReLU
-returns 2048 x 512 numbers; it keeps them, and they are the input of the next layer.
+Go through the forward pass. The first layer's input is the batch, which counts separately. Each ReLU returns
+2048 x 512 numbers. It keeps them, and they are also the input of the next layer.
 
 ## 3
 
@@ -40,10 +40,10 @@ STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "weights = 8.4", "weights = 2.1", "4 bytes each"),
     ("answers.txt", "optimizer = 16.8", "optimizer = 8.4", "two means"),
-    ("answers.txt", "activations = 33.6", "activations = 37.7", "counts the batch"),
+    ("answers.txt", "activations = 33.6", "activations = 37.7", "includes the batch"),
     ("answers.txt", "activations = 33.6", "activations = 67.1", "twice"),
     ("answers.txt", "doubled = 67.1", "doubled = 33.6", "for every sample"),
-    ("answers.txt", "sgd = 16.8", "sgd = 8.4", "gradients, too"),
+    ("answers.txt", "sgd = 16.8", "sgd = 8.4", "gradients also count"),
     ("answers.txt", "sgd = 16.8", "sgd = 33.6", "keeps nothing"),
     ("answers.txt", "sharded = 8.4", "sharded = 33.6", "as with DDP"),
     ("answers.txt", "halved = activations", "halved = weights", "all of the network"),
@@ -52,22 +52,22 @@ WEIGHTS, ACTIVATIONS = (8 * rows * 512 * 4 / 1e6 for rows in (512, 2048))
 BATCH = ACTIVATIONS / 8
 # Each answer: the right number, and the hints for wrong ones.
 PARTS = {
-    "weights": (WEIGHTS, {WEIGHTS / 4: "that is how many million numbers there are, of 4 bytes each"}),
+    "weights": (WEIGHTS, {WEIGHTS / 4: "that is the number of weights in millions, of 4 bytes each"}),
     "gradients": (WEIGHTS, {0: "the backward pass leaves one number for each weight"}),
     "optimizer": (2 * WEIGHTS, {WEIGHTS: "AdamW keeps two means for each weight"}),
     "activations": (
         ACTIVATIONS,
         {
-            ACTIVATIONS + BATCH: "that counts the batch, too",
-            2 * ACTIVATIONS: "what a ReLU returns is what the next layer takes in: you count it twice",
+            ACTIVATIONS + BATCH: "that includes the batch",
+            2 * ACTIVATIONS: "the output of a ReLU is the input of the next layer, so you count it twice",
         },
     ),
     "doubled": (2 * ACTIVATIONS, {ACTIVATIONS: "a layer keeps its input for every sample"}),
     "sgd": (
         2 * WEIGHTS,
-        {WEIGHTS: "there are gradients, too", 4 * WEIGHTS: "SGD without momentum keeps nothing for a weight"},
+        {WEIGHTS: "gradients also count", 4 * WEIGHTS: "SGD without momentum keeps nothing for a weight"},
     ),
-    "sharded": (WEIGHTS, {4 * WEIGHTS: "that is all of it on each rank, as with DDP"}),
+    "sharded": (WEIGHTS, {4 * WEIGHTS: "then each rank keeps all of it, as with DDP"}),
 }
 
 
@@ -80,12 +80,12 @@ def check(workspace: Workspace) -> str:
         raise Wrong("`halved`: with DDP, each GPU has all of the network, and half of the samples.")
     measured = workspace.module("memory.py").measure(layers=8, width=512, batch=2048)
     return (
-        f"The fullest moment has {measured['fullest']:.0f} MB; you predicted {prediction:g}. It is the "
-        "start of "
-        "the backward pass: weights, AdamW's means, the batch and all activations are in memory "
-        f"({3 * WEIGHTS + BATCH + ACTIVATIONS:.0f} MB), no gradient of a weight yet, but two gradients of "
-        "activations. From then on, each layer frees more than its gradient takes. So a smaller batch, or "
-        "checkpointing, lowers this peak. If the weights are larger than the activations, sharding does."
+        f"The fullest moment has {measured['fullest']:.0f} MB; you predicted {prediction:g}. It is the start "
+        "of the backward pass. Then weights, AdamW's means, the batch and all activations are in memory "
+        f"({3 * WEIGHTS + BATCH + ACTIVATIONS:.0f} MB), with no gradient of a weight yet, but two gradients "
+        "of activations. Later, each layer frees more than its gradient takes. So a smaller batch, or "
+        "checkpointing, lowers this peak. If the weights are larger than the activations, sharding lowers "
+        "it."
     )
 
 

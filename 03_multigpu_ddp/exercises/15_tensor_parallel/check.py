@@ -14,7 +14,7 @@ ANSWERS = """\
 # How many all-reduces do the two layers need in a training step, forward and backward together?
 prediction = 2
 # A block of GPT-2: width 768, hidden 3072, 16 windows of 1024 tokens, 4 bytes for each number.
-# MB of the tensors that are all-reduced in one step: by tensor parallelism, for its two layers
+# MB of the tensors that are all-reduced in one step: by tensor parallelism, for the two layers
 tensor_parallel = 100.7
 # and by DDP, for the gradients of these two layers
 ddp = 18.9
@@ -22,15 +22,14 @@ ddp = 18.9
 HINTS = """\
 ## 1
 
-GELU works on each hidden number separately. So a rank can compute some of the hidden numbers completely,
-from `up` to `down`, and needs nothing from the other ranks in between. Which part of each weight does it
-need?
+GELU works on each hidden number separately. So a rank can compute its part of the hidden numbers from `up` to
+`down`, and needs nothing from the other ranks in between. Which part of each weight does it need?
 
 ## 2
 
-The weight of a linear layer is (what it returns, what it takes in): `up` is cut along dimension 0,
-`down` along dimension 1. What `down` then returns is a part of a sum. And x goes into every rank's
-`up`, so its gradient is also a sum. Each sum is a `dist.all_reduce`, on a copy.
+The weight of a linear layer has the shape (outputs, inputs), so `up` is cut along dimension 0, and `down`
+along dimension 1. What `down` then returns is a part of a sum. As x goes into every rank's `up`, the gradient
+of x is also a sum. Each sum is a `dist.all_reduce`, on a copy.
 
 ## 3
 
@@ -70,13 +69,13 @@ END = "return gradient\n\n\ndef"
 WRONG = [
     (SCRIPT, "data.chunk(size, dim=0)[rank]", "data", "`up` has the shape (12, 4)"),
     (SCRIPT, "chunk(size, dim=1)[rank]", "chunk(size, dim=1)[0]", "Rank 1 has the wrong part"),
-    (SCRIPT, SUM, "", "a part of the sum"),
-    (SCRIPT, SUM, SUM + "        part /= dist.get_world_size()\n", "not a mean"),
+    (SCRIPT, SUM, "", "only a part of the sum"),
+    (SCRIPT, SUM, SUM + "        part /= dist.get_world_size()\n", "not averaged"),
     (SCRIPT, "        dist.all_reduce(gradient)\n", "", "gradient of x"),
     (SCRIPT, END, END.replace("return", "return dist.all_reduce(gradient) or"), "2.00 times"),
     (SCRIPT, PLAN, "{}", "PyTorch has not split `up`"),
-    (SCRIPT, PLAN, '{"up": parallel.ColwiseParallel()}', "does not fit together"),
-    ("answers.txt", "tensor_parallel = 100.7", "tensor_parallel = 50.3", "backward pass, too"),
+    (SCRIPT, PLAN, '{"up": parallel.ColwiseParallel()}', "do not fit together"),
+    ("answers.txt", "tensor_parallel = 100.7", "tensor_parallel = 50.3", "backward pass has"),
     ("answers.txt", "tensor_parallel = 100.7", "tensor_parallel = 201.3", "GELU"),
     ("answers.txt", "ddp = 18.9", "ddp = 9.4", "two layers"),
 ]  # fmt: skip
@@ -97,7 +96,10 @@ def check(workspace: Workspace) -> str:
     weights = 2 * 768 * 3072 * 4 / 1e6
     answer = answers.number("tensor_parallel")
     if not is_close(answer, 2 * once):
-        hints = {once: "there is one in the backward pass, too", 4 * once: "none is needed before the GELU"}
+        hints = {
+            once: "the backward pass has an all-reduce as well",
+            4 * once: "no all-reduce is needed before the GELU",
+        }
         hint = next(
             (hint for wrong, hint in hints.items() if is_close(answer, wrong)), "compute the size of x"
         )
@@ -109,10 +111,10 @@ def check(workspace: Workspace) -> str:
         )
     return (
         f"There are two all-reduces, each as large as x (you predicted {prediction:g}): {2 * once:.0f} MB "
-        f"for this block, where DDP has {weights:.0f}. The traffic of DDP is as large as the weights, "
-        "whatever the batch, and is hidden behind the backward pass. The traffic of tensor parallelism grows "
-        "with the batch, and the next layer waits for it. So keep it within a node, on NVLink. In return, "
-        "each of N GPUs has 1 / N of the weights and of the hidden numbers."
+        f"for this block, and {weights:.0f} with DDP. The traffic of DDP is as large as the weights, for any "
+        "batch, and hides behind the backward pass. The traffic of tensor parallelism grows with the batch, "
+        "and the next layer waits for it. So keep it within a node, on NVLink. In return, each of N GPUs "
+        "keeps only 1 / N of the weights and of the hidden numbers."
     )
 
 
@@ -143,8 +145,8 @@ def behave(program: ModuleType, rank: int, size: int) -> dict[str, object]:
         return seen | {"by PyTorch": run(split, lambda: split(x), x)}
     except RuntimeError as error:
         raise Wrong(
-            f"The plan in `by_pytorch` does not fit together ({error}): the input of `down` has to be what "
-            "`up` leaves on each rank."
+            f"The two parts of the plan in `by_pytorch` do not fit together ({error}): the input of `down` "
+            "has to be what `up` leaves on each rank."
         ) from None
 
 
@@ -165,12 +167,13 @@ def run(layers: nn.Module, forward: object, x: torch.Tensor) -> dict[str, object
 def judge_shard(name: str, rank: int, of_rank: torch.Tensor, of_whole: torch.Tensor) -> None:
     if of_rank.shape != of_whole.shape:
         raise Wrong(
-            f"On each of two ranks, `{name}` has the shape {tuple(of_rank.shape)}; half of the hidden "
-            "numbers "
-            f"make {tuple(of_whole.shape)}."
+            f"On each of two ranks, `{name}` has the shape {tuple(of_rank.shape)}. With half of the hidden "
+            f"numbers it would be {tuple(of_whole.shape)}."
         )
     if not of_rank.equal(of_whole):
-        raise Wrong(f"Rank {rank} has the wrong part of `{name}`: the parts are in order of rank.")
+        raise Wrong(
+            f"Rank {rank} has the wrong part of `{name}`: give the parts out in the order of the ranks."
+        )
 
 
 def judge(rank: int, seen: dict[str, object]) -> None:
@@ -185,7 +188,9 @@ def judge(rank: int, seen: dict[str, object]) -> None:
             factor = ((of_rank * of_whole).sum() / of_whole.square().sum()).item()
             if name == "result":
                 mean = torch.allclose(SIZE * of_rank, of_whole, rtol=1e-4, atol=1e-7)
-                reason = "the parts make a sum, not a mean" if mean else "it is a part of the sum"
+                reason = (
+                    "the parts have to be summed, not averaged" if mean else "it is only a part of the sum"
+                )
                 raise Wrong(f"{way}: the result on rank {rank} is not that of the whole layers: {reason}.")
             reason = "x" if name == "x" else f"the weights of `{name}`"
             raise Wrong(

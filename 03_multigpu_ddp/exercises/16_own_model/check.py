@@ -25,9 +25,8 @@ these places. Leave `dist_env` where it is.
 
 ## 2
 
-`InMemoryDataset("waves", inputs, targets)` is one part of the data; `load_dataset` returned two. The loss
-for raw logits is `F.cross_entropy`. `channels_last` is a memory layout for images; waves do not
-need it.
+`InMemoryDataset("waves", inputs, targets)` is one data set, while `load_dataset` returned two. The loss for
+raw logits is `F.cross_entropy`. `channels_last` is a memory layout for images, which waves do not need.
 
 ## 3
 
@@ -96,7 +95,8 @@ def check(workspace: Workspace) -> str:
     text = workspace.text("my_training.py")
     if "load_dataset(" in text:
         raise Wrong(
-            "my_training.py still loads MNIST: make two `InMemoryDataset` of waves, to train and to test on."
+            "my_training.py still loads MNIST: make two `InMemoryDataset` of waves, one to train and one to "
+            "test on."
         )
     program = workspace.module("my_training.py")
     with tempfile.TemporaryDirectory() as folder:
@@ -116,8 +116,8 @@ def check(workspace: Workspace) -> str:
     return (
         f"{changed} lines are new (you predicted {predicted:g}), and two ranks train as one: the train loss "
         f"of epoch 2 is {alone[1]['train_loss']:.4f} with one rank and {both[1]['train_loss']:.4f} with two, "
-        f"which resumed from a checkpoint; {both[1]['test_accuracy']:.1f} % of the test waves are classified "
-        "correctly. To run it as a job, copy both files into this stage's folder, and `sbatch "
+        f"which resumed from a checkpoint. {both[1]['test_accuracy']:.1f} % of the test waves are classified "
+        "correctly. To run it as a job, copy both files into the folder of this stage, and type `sbatch "
         "slurm_submit.sh my_training.py --epochs 5`."
     )
 
@@ -166,7 +166,8 @@ def check_names(row: dict[str, object]) -> None:
     """Say which name in the CSV is still that of the stage."""
     if row["stage"] == "ddp":
         raise Wrong(
-            "The run is still called ddp: tables would mistake it for the stage. Give `Run` a different name."
+            "The run is still called ddp, so tables would confuse it with the stage. Give `Run` a different "
+            "name."
         )
     if row["dataset"] != "waves":
         raise Wrong(
@@ -180,7 +181,7 @@ def check_loss(row: dict[str, object]) -> None:
     if row["train_loss"] < 0 or row["test_loss"] < 0:
         raise Wrong(
             "The loss is below 0: F.nll_loss takes logarithms of probabilities, and WaveNet returns raw "
-            "logits. Which loss takes those? Change it in two places."
+            "logits. Which loss takes logits? Change it in two places."
         )
 
 
@@ -195,7 +196,7 @@ def check_samples(row: dict[str, object], seen: list[list[float]]) -> None:
         )
     if row["test_images"] != 500:
         raise Wrong(
-            f"Two ranks tested {row['test_images']} samples, but there are 500 test waves: does each count "
+            f"Two ranks tested {row['test_images']} samples, but there are 500 test waves. Does each count "
             "once? `eval_loader` also has to know the rank and the number of ranks."
         )
 
@@ -216,5 +217,6 @@ def check_equal(alone: dict[str, object], both: dict[str, object]) -> None:
         )
     raise Wrong(
         f"{losses}: the ranks do not train as one. Is the model still wrapped in DistributedDataParallel, "
-        "and is the rest of the training step as it was? (Dropout would differ as well: leave it out.)"
+        "and is the rest of the training step unchanged? (Dropout would also make a difference: leave it "
+        "out.)"
     )

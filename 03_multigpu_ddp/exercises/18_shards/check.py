@@ -6,27 +6,27 @@ from types import ModuleType
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
-# Two ranks with two workers each, as it is: how many times is each sample read in an epoch?
+# Two ranks with two workers each read the stream as it is: how many times is each sample read in an epoch?
 prediction = 2
-# At the end of an epoch, rank 0 has one batch more than rank 1: error, hang or nothing
+# If rank 0 has one batch more than rank 1 at the end of an epoch, what happens: error, hang or nothing?
 one_more = hang
 """
 HINTS = """\
 ## 1
 
-Count the readers: each rank has `num_workers` of them, or one where there are no workers. Which number does
-each reader have, from 0 to the last?
+Count the readers: each rank has `num_workers` of them, or one if there are no workers. Which number does each
+reader have, from 0 to the last?
 
 ## 2
 
-A reader takes `files[reader :: readers]`. Shuffle a copy of the files before, with
-`random.Random(self.epoch)`, which gives all readers the same order.
+A reader takes `files[reader :: readers]`. First shuffle a copy of the files with `random.Random(self.epoch)`,
+which gives all readers the same order.
 
 ## 3
 
 `reader = self.rank * workers + worker.id`. In `batches`, count what each reader is sure to have:
-`len(stream.files) // readers` files, so `that * ROWS // batch_size` whole batches for each worker. Take
-`drop_last=True`, and `itertools.islice(loader, workers * whole_batches)`.
+`len(stream.files) // readers` files, and therefore `that * ROWS // batch_size` whole batches for each worker.
+Use `drop_last=True`, and `itertools.islice(loader, workers * whole_batches)`.
 """
 SOLUTION = {
     "stream.py": '''\
@@ -68,8 +68,8 @@ WRONG = [
     ("stream.py", READER, "self.rank * workers + worker.id", "'NoneType'"),
     ("stream.py", READER, "self.rank + (worker.id if worker else 0)", "are never read"),
     ("stream.py", SHUFFLE, "", "the same order"),
-    ("stream.py", "random.Random(self.epoch)", "random.Random(self.epoch + reader)", "one list"),
-    ("stream.py", "    return islice(loader, ", "    return loader\n    (", "as many batches"),
+    ("stream.py", "random.Random(self.epoch)", "random.Random(self.epoch + reader)", "all split one list"),
+    ("stream.py", "    return islice(loader, ", "    return loader\n    (", "the same number of batches"),
     ("answers.txt", "one_more = hang", "one_more = nothing", "all-reduce"),
 ]
 BATCH = 3
@@ -84,12 +84,12 @@ def check(workspace: Workspace) -> str:
     check_order(program)
     check_batches(program)
     if answers.word("one_more", "error", "hang", "nothing") != "hang":
-        raise Wrong("`one_more`: in that batch rank 0 waits in an all-reduce, to which rank 1 never comes.")
+        raise Wrong("`one_more`: in that batch rank 0 waits in an all-reduce, which rank 1 never calls.")
     return (
-        "Every file is read by one worker of one rank, and all ranks have as many batches. As it was, each "
-        f"sample was read four times in an epoch, once by each reader (you predicted {prediction:g}), "
-        "without an error: such an epoch takes four times as long, and its gradients are those of the same "
-        "samples. Have many more files than readers, so that little is left out."
+        "Every file is read by one worker of one rank, and all ranks have the same number of batches. "
+        "Before, each sample was read four times in an epoch, once by each reader (you predicted "
+        f"{prediction:g}), without an error. Such an epoch takes four times as long, and the ranks train on "
+        "the same samples. Have many more files than readers, so that little is left out."
     )
 
 
@@ -112,7 +112,7 @@ def check_samples(program: ModuleType, size: int, workers: int) -> None:
                 )
             raise Wrong(
                 f"{where}, rank {rank} reads some samples {max(seen.values())} times: do its workers "
-                "split one list among them?"
+                "all split one list?"
             )
     together = sum(ranks, Counter())
     if size > 1 and together and min(together.values()) == size:
@@ -121,7 +121,7 @@ def check_samples(program: ModuleType, size: int, workers: int) -> None:
     if max(together.values(), default=1) > 1:
         raise Wrong(
             f"{where}, some samples are read by several ranks, and {missing} are never read: do all readers "
-            "split the same list of files, each with a number of its own?"
+            "split the same list of files, each with its own number?"
         )
     if missing:
         raise Wrong(f"{where}, {missing} of {12 * program.ROWS} samples are never read.")
@@ -138,8 +138,8 @@ def check_batches(program: ModuleType) -> None:
         counts = [len(read(program, rank, size, workers, number)) for rank in range(size)]
         if len(set(counts)) > 1:
             raise Wrong(
-                f"Of {number} files, with {workers} worker(s), the {size} ranks have {counts} batches. Each "
-                "must have as many batches as the others: leave out what is too much."
+                f"Of {number} files, with {workers} worker(s), the {size} ranks have {counts} batches. All "
+                "ranks need the same number of batches, so leave out the surplus."
             )
         if not counts[0]:
             raise Wrong(f"Of {number} files, the {size} ranks have no batches at all.")

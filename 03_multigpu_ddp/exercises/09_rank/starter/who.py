@@ -1,16 +1,16 @@
-"""Who is this process? The gaps are to be filled in."""
+"""Who is this process? Fill in the gaps."""
 
 import os
 from collections.abc import Mapping
 
-# The variables that say the rank, the local rank and the world size.
+# The variables that hold the rank, the local rank and the world size.
 TORCHRUN = "?", "?", "?"
 SRUN = "?", "?", "?"
 
 
 def who_am_i(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, local rank and world size, from what torchrun or srun says."""
-    if "RANK" in environment:  # torchrun; inside a Slurm job srun's variables are there, too
+    """Return rank, local rank and world size, from the variables of torchrun or srun."""
+    if "RANK" in environment:  # torchrun; inside a Slurm job, srun's variables are set as well
         names = TORCHRUN
     elif "?" in environment:  # a step of srun
         names = SRUN
@@ -21,7 +21,7 @@ def who_am_i(environment: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def gpu(rank: int, local_rank: int, world_size: int) -> int:
-    """Return the N of `cuda:N`, the GPU that this process takes. A node counts its own GPUs, from 0."""
+    """Return the N of `cuda:N`, the GPU that this process uses. Each node counts its own GPUs, from 0."""
     return "?"
 
 

@@ -1,4 +1,4 @@
-"""Train in several processes without DistributedDataParallel. The function `average` is to be written.
+"""Train in several processes without DistributedDataParallel. Write the function `average`.
 
 Try: torchrun --standalone --nproc-per-node=2 exercises/10_gradients/mine/average.py
 """
@@ -28,7 +28,7 @@ def main() -> None:
         F.mse_loss(model(inputs[rank::size]), targets[rank::size]).backward()  # this rank's shard
         average(model)
         optimizer.step()
-    print(f"rank {rank} of {size}: after 5 steps its weights sum up to {model[1].weight.sum():.4f}")
+    print(f"rank {rank} of {size}: after 5 steps the sum of its weights is {model[1].weight.sum():.4f}")
     dist.destroy_process_group()
 
 

@@ -13,7 +13,7 @@ PARTS = 4
 
 
 def step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: tuple, parts: int) -> None:
-    """One step of the optimizer with this rank's shard of a batch, in `parts` micro-batches."""
+    """Make one step of the optimizer with this rank's shard of a batch, in `parts` micro-batches."""
     images, labels = batch
     optimizer.zero_grad()
     for inputs, targets in zip(images.chunk(parts), labels.chunk(parts), strict=True):
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def count_all_reduces(model: DistributedDataParallel) -> list[int]:
-    """Return a list that gets an entry for each all-reduce of gradients: how many numbers it had."""
+    """Return a list that gets an entry for each all-reduce of gradients: the number of its elements."""
     all_reduces = []
 
     def average(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

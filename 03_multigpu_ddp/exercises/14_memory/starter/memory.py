@@ -43,7 +43,7 @@ class Alive(TorchDispatchMode):
 
 
 def measure(layers: int = LAYERS, width: int = WIDTH, batch: int = BATCH) -> dict[str, float]:
-    """Return what lies in memory at six moments of the second step, and at the fullest of all, in MB."""
+    """Return the MB in memory at six moments of the second step, and at the fullest moment of all."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     megabytes = {}
     with Alive() as alive:

@@ -25,7 +25,7 @@ class Layers(nn.Module):
 
 def shard(layers: Layers, rank: int, size: int) -> Layers:
     """Return new layers with this rank's part of the weights, 1 / size of the hidden numbers."""
-    hidden, width = layers.up.weight.shape  # what a linear layer returns comes first
+    hidden, width = layers.up.weight.shape  # the number of outputs comes first
     mine = Layers(width, hidden)
     mine.up.weight.data = layers.up.weight.data  # all of it: where to cut?
     mine.down.weight.data = layers.down.weight.data
@@ -33,7 +33,7 @@ def shard(layers: Layers, rank: int, size: int) -> Layers:
 
 
 class Enter(torch.autograd.Function):
-    """Where x goes into the split layers: every rank has all of it."""
+    """Where x enters the split layers: every rank has all of x."""
 
     @staticmethod
     def forward(context: object, x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from torch import nn
 
 
 def waves(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noisy sines (rows, 1, 64) of 2, 3 or 4 periods, and which of the three each is (rows,)."""
+    """Return noisy sines (rows, 1, 64) of 2, 3 or 4 periods, and which of the three each one is (rows,)."""
     random = torch.Generator().manual_seed(seed)
     targets = torch.randint(3, (rows,), generator=random)
     phase = torch.rand(rows, 1, generator=random)

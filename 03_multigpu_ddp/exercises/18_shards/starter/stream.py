@@ -12,8 +12,7 @@ ROWS = 6  # samples in each file
 
 
 class Stream(IterableDataset):
-    """The samples of many files. Each file is read by one worker of one rank, in a new order in every "
-    "epoch."""
+    """The samples of many files. One worker of one rank reads each file, in a new order in every epoch."""
 
     def __init__(self, files: list[list[int]], rank: int, size: int) -> None:
         self.files = files
