@@ -64,7 +64,7 @@ def main() -> None:
     set_float32_precision(opts.precision, dist_env.device)
     torch.manual_seed(opts.seed + dist_env.rank)
     folder = opts.results_dir / "breakdown"
-    fix = "free the space, fix the permissions, or give another --results-dir."
+    fix = "free the space, fix the permissions, or give a different --results-dir."
     process_group.on_rank_0(lambda: opts.dry_run or files.check_writable(folder, "the breakdown", fix))
 
     # From here to `lr_scheduler` as in mnist_ddp.py. A schedule has to know of all steps.
@@ -182,7 +182,9 @@ def write_trace(phases: Iterator[str], path: Path, rank: int) -> None:
     file = Path(f"{path}.rank-{rank}.json")
     profiler.export_chrome_trace(str(file))
     if not file.exists():  # of which it says nothing
-        raise errors.UserError(f"{file} could not be written: free the space, or give another --results-dir.")
+        raise errors.UserError(
+            f"{file} could not be written: free the space, or give a different --results-dir."
+        )
     process_group.on_rank_0(
         lambda: errors.print_line(
             f"traces: {path}.rank-*.json, one of each rank. Open one at https://ui.perfetto.dev (it stays in "

@@ -126,7 +126,7 @@ def test_a_slurm_that_is_not_there_or_hangs(fake: Callable) -> None:
         ("Job violates accounting/QOS policy (job submit limit)", "wait for other jobs of yours"),
         ("Unable to contact slurm controller (connect failure)", "see if `sinfo` answers"),
         # Slurm 26.05, and 24.11.
-        ("fatal: --gpus-per-node and --gres=gpu are mutually exclusive.", "take SBATCH_GRES out"),
+        ("fatal: --gpus-per-node and --gres=gpu are mutually exclusive.", "remove SBATCH_GRES"),
         ("Invalid GRES specification (with and without type identification)", "#SBATCH --gpus-per-node"),
         ("Something else", "man sbatch"),
     ],
@@ -258,7 +258,7 @@ def test_a_container_of_srun_is_seen_in_the_job_only(site_file: Path) -> None:
     [
         (["--nodes", "0"], "--nodes: 0 is too small"),
         (["--gpus", "two"], "--gpus: 'two'"),
-        (["--nodes", "2", "--gpus", "3"], "divide among 2 nodes"),
+        (["--nodes", "2", "--gpus", "3"], "divide evenly among 2 nodes"),
         (["--", "--mem", "8G"], "'8G' is not an option"),
         (["--jobs"], "unrecognized arguments: --jobs"),
     ],

@@ -95,7 +95,7 @@ def test_a_site_of_another_kind(kind: Kind, tmp_path: Path) -> None:
         if kind.conf:
             checkout.site("export SBATCH_TIMELIMIT=10\n")  # or its time is what is refused
         refused = checkout.submit_py(stage, *asked)
-        assert re.match("error: Slurm did not take the job .* SITE_GPUS, SITE_CPUS and ", refused.stderr)
+        assert re.match("error: Slurm did not accept the job .* SITE_GPUS, SITE_CPUS and ", refused.stderr)
 
         checkout.site(f"{kind.site}activate_environment() {{ false; }}\n")  # loading PyTorch takes seconds
         told = json.loads(checkout.python("slurm/doctor.py", "--json").stdout)["findings"]

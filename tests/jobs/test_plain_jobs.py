@@ -426,7 +426,7 @@ def test_a_rank_that_fails_soon_does_not_come_back_for_ever(on_cluster: Checkout
         (BOTH_PRINTED + "raise ValueError('planted')", 1,
          "failed: rank 1 ended with exit code 1: ValueError: planted (in "),
         ("os.kill(os.getpid(), 12)", 0, "done: see "),  # USR2, of which it knows nothing
-        ("open(os.environ['TRAINKIT_JOB_DIR'] + '/stopped', 'w').close()", 1, "to resume: copy /"),
+        ("open(os.environ['TRAINKIT_JOB_DIR'] + '/stopped', 'w').close()", 1, "to resume it, copy /"),
         ("open(f'once-{rank}', 'x'); sys.exit(144)", 1, " ended with exit code 144"),
     ],
 )  # fmt: skip
@@ -553,9 +553,9 @@ def test_a_sweep_resumes_in_its_own_folder_whatever_the_script_is_given(
     [
         ("--plain", "argument --plain: "),
         ("--plain nowhere.py", "there is no script nowhere.py in "),
-        ("--plain README.md", "README.md is no Python script (.py), and as a program it cannot be started"),
+        ("--plain README.md", "README.md is not a Python script (.py), and cannot be started"),
         ("--plain -m", "--plain -m takes the name of a module"),
-        ("--python . --plain mnist_ddp.py", "--python . is no program"),
+        ("--python . --plain mnist_ddp.py", "--python . is not a program"),
         ("--python python3", "are for plain scripts"),
         ("--when-requeued '--it --plain plain_ddp.py", '--when-requeued "\'--it": No closing quotation'),
         ("--one-process-per-node --epochs=2 --plain plain_ddp.py", "--epochs=2 is not for plain scripts"),

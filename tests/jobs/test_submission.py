@@ -260,11 +260,11 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
     [
         (
             "--partition nowhere",
-            r"did not take the job \((?!.*error: ).*invalid partition specified: nowhere.*\): "
+            r"did not accept the job \((?!.*error: ).*invalid partition specified: nowhere.*\): "
             "set SBATCH_PARTITION in slurm/site.sh.*; --local runs it on this machine",
         ),
         # One of the two, by what is lacking: Slurm accepts much that it can never start.
-        ("--gpus 64", r"(did not take the job .*node configuration|would never start the job \(Part)"),
+        ("--gpus 64", r"(did not accept the job .*node configuration|would never start the job \(Part)"),
     ],
 )
 def test_what_slurm_refuses(arguments: str, sentence: str, on_cluster: Checkout) -> None:
@@ -340,7 +340,7 @@ def test_a_job_that_may_be_in_the_queue_keeps_its_folder(
     checkout.fake("sbatch", TIMED_OUT.replace("PATH=", "true PATH="))
     for command in ("srun", "squeue", "scontrol"):
         checkout.fake(command, "")
-    with pytest.raises(UserError, match="Slurm may have taken the job or not"):
+    with pytest.raises(UserError, match="not known whether Slurm has accepted the job"):
         _main("ddp", "", checkout, monkeypatch)
     (folder,) = job_folders(checkout)
     assert next(folder.glob(".submission_file_*.sh"), None)
@@ -707,16 +707,16 @@ def test_patience_with_a_slurm_that_does_not_answer(
 @pytest.mark.parametrize(
     ("stage", "arguments", "sentence"),
     [
-        ("ddp", "--gpus 3 --nodes 2", "divide among 2 nodes"),
+        ("ddp", "--gpus 3 --nodes 2", "divide evenly among 2 nodes"),
         ("ddp", "--gpus 2 --nodes 2", "one node, not 2"),
         ("dp", "--nodes 2", "cannot leave its node"),
         ("single", "--gpus 2", "uses 1 GPU"),
         ("ddp", "--gpus -1", "--gpus: -1"),
         ("ddp", "--time soon", "--time: 'soon'"),
         ("ddp", "--epoch 2", "unrecognized .* --epoch 2"),
-        ("ddp", "--gpus 3", "divide among 3 processes"),
-        ("dp", "--gpus 3", "divide among 3 GPUs"),
-        ("ddp", "--batch-size 64 --batch-size-per-gpu 32", "for each: give one"),
+        ("ddp", "--gpus 3", "divide evenly among 3 processes"),
+        ("dp", "--gpus 3", "divide evenly among 3 GPUs"),
+        ("ddp", "--batch-size 64 --batch-size-per-gpu 32", "give only one"),
         ("ddp", "--gpus 2 --batch-size-per-gpu 40000", "--batch-size 80000 is more"),
         ("ddp", "--data-dir /nowhere", "MNIST in /nowhere .* python -m trainkit.data.datasets"),
         ("ddp", "--results-dir /proc/nowhere", "/proc/nowhere/runs"),
@@ -726,7 +726,7 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("ddp", "--epochs 2 --plain mnist_ddp.py", "--epochs is not for plain"),
         ("ddp", "--script a.py --plain mnist_ddp.py", "--script is not for plain"),
         ("ddp", "--plain -m package/train.py", "takes the name of a module"),
-        ("ddp", "--python nowhere/python --plain mnist_ddp.py", "--python nowhere/python is no program"),
+        ("ddp", "--python nowhere/python --plain mnist_ddp.py", "--python nowhere/python is not a program"),
         ("ddp", "--when-requeued --resume --epochs 2", "are for plain scripts"),
         ("ddp", "--one-process-per-node --epochs 2", "are for plain scripts"),
     ],

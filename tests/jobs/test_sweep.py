@@ -148,7 +148,7 @@ def test_compare_chooses_its_epochs_on_gpus_and_scales_strong_and_weak(on_cluste
 def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -> None:
     done = on_cluster.start_sweep(*SMALL, "--partition", "nowhere")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: Slurm did not take the job")
+    assert done.stderr.startswith("error: Slurm did not accept the job")
     assert done.stderr.count("nowhere") == 1
     assert not list(on_cluster.sweep.rglob("*_submission.sh"))
 
@@ -194,7 +194,7 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
         wait_until(lambda: checkout.job(run))
         second = checkout.start_sweep(*arguments, "--epochs", 1)
         assert second.returncode == 1
-        assert "another sweep.py is at work" in second.stderr
+        assert "another sweep.py is running" in second.stderr
         checkout.kill_sweep()
         before = checkout.job(run)
         may_end.touch()

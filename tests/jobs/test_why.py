@@ -201,10 +201,10 @@ Root Cause (first observed failure):
 ======
 """
 BY_NCCL = "".join(GAVE_UP["2.15"].format(rank=rank) for rank in range(4))
-MEMORY = "was killed for want of memory: ask for more --mem"
+MEMORY = "was killed because memory ran out: ask for more --mem"
 SIGNALS = [f"rank 1 on n1 {MEMORY}", f"rank 3 on n2 {MEMORY}", "rank 0 on n1 died: Segmentation fault"]
 LEFT = "srun: error: First task exited 60s ago\nsrun: error: n1: task 1: Killed\n"
-TOGETHER = "rank 1 on n1 was ended by srun, 60 s after another rank left: let all leave together"
+TOGETHER = "rank 1 on n1 was ended by srun, 60 s after another rank left: have all ranks end together"
 CODES = ["rank 2 on n2 died of signal SIGSEGV", "rank 0 on n1 ended silently, with exit code 3"]
 
 

@@ -347,5 +347,5 @@ def test_a_start_after_the_end_does_nothing(release: str, tmp_path: Path) -> Non
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be made .*SITE_SCRATCH_DIR"):
+    with pytest.raises(UserError, match="cannot be created .*SITE_SCRATCH_DIR"):
         begin(tmp_path / "file" / "7")

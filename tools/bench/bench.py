@@ -54,7 +54,7 @@ def main() -> None:
     if unknown:
         raise errors.UserError(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}.")
     staging.check("mnist", args.data_dir)  # says what to do where there is none
-    check_writable(args.out, "the benchmark", "give another --out.")
+    check_writable(args.out, "the benchmark", "give a different --out.")
 
     for part in args.parts or PARTS:
         measure, _ = PARTS[part]

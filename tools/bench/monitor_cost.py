@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "out", help="default: tools/bench/out")
     args = parser.parse_args()
     staging.check("mnist", args.data_dir)
-    check_writable(args.out, "the benchmark", "give another --out.")
+    check_writable(args.out, "the benchmark", "give a different --out.")
     rows = []
     for pair in range(PAIRS):
         for case in CASES:

@@ -62,7 +62,7 @@ def main() -> None:
         "--out", type=Path, default=BENCH / "out", help="for the CSVs (default: tools/bench/out)"
     )
     args = parser.parse_args()
-    check_writable(args.out, "the benchmark", "give another --out.")
+    check_writable(args.out, "the benchmark", "give a different --out.")
     tables = {"nodes": of_nodes(SAMPLES / "slow_network"), "runs": of_runs(SAMPLES / "scaling")}
     if args.laws:
         tables["laws"], tables["choices"] = of_laws(args.laws, seed=0)

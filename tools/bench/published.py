@@ -72,7 +72,7 @@ def main() -> None:
         "--out", type=Path, default=BENCH / "out", help="for the tables (default: tools/bench/out)"
     )
     out = parser.parse_args().out
-    check_writable(out, "the benchmark", "give another --out.")
+    check_writable(out, "the benchmark", "give a different --out.")
     tables = {"choices": choices(), "predictions": predictions(), "calibration": calibration()}
     for name, table in tables.items():
         table.round(4).to_csv(out / f"published_{name}.csv", index=False)

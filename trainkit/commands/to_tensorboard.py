@@ -34,8 +34,8 @@ def main() -> None:
     for run_id, rows_of_run in rows.groupby("run_id"):
         folder = args.out / run_id
         # TensorBoard's own error is a traceback.
-        check_writable(folder, "the run", "give another --out.")
-        with explained(f"{folder} cannot be written", "give another --out."):
+        check_writable(folder, "the run", "give a different --out.")
+        with explained(f"{folder} cannot be written", "give a different --out."):
             for file_of_earlier_call in folder.glob("events.out.tfevents.*"):
                 # TensorBoard would show both.
                 file_of_earlier_call.unlink()

@@ -67,7 +67,7 @@ def writing_to(out: Path) -> Iterator[None]:
     Raises:
         UserError: if something cannot be written.
     """
-    with explained(f"{out} cannot be written to", "give another --out."):
+    with explained(f"{out} cannot be written to", "give a different --out."):
         out.mkdir(parents=True, exist_ok=True)
         yield
 

@@ -134,7 +134,7 @@ def _in_turn(path: Path) -> Iterator[bool]:
             if monotonic() - started > LONGEST_WAIT:
                 raise UserError(
                     f"{waits_for} has held {path} for {LONGEST_WAIT // 60} minutes, and puts MNIST there: "
-                    "end it and try again, or give another --data-dir."
+                    "end it and try again, or give a different --data-dir."
                 ) from None
             sleep(0.5)
     with held or nullcontext():
@@ -218,7 +218,7 @@ def _raw_dir(data_dir: Path) -> Path:
 
 
 def _disk_errors(action: str, data_dir: Path) -> AbstractContextManager:
-    fix = "check its permissions and free space, or give another --data-dir."
+    fix = "check its permissions and free space, or give a different --data-dir."
     return explained(f"MNIST cannot be {action} {data_dir}", fix)
 
 

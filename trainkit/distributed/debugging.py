@@ -59,7 +59,7 @@ def begin(folder: Path, rank: int, ranks: int, every: float) -> None:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     dist.set_debug_level_from_env()
-    fix = "free the space, fix the permissions, or give another --results-dir."
+    fix = "free the space, fix the permissions, or give a different --results-dir."
     with explained(f"--debug cannot write to {folder}", fix):
         record.parent.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)  # of an earlier run

@@ -235,7 +235,9 @@ def _numbers(number: str, job: Beginning) -> str:
 
 def _refuse_an_array(job: Beginning) -> None:
     if "ArrayTaskId" in job.recorded and not job.plain and not job.array_of_runs:
-        raise UserError("this is a job of an array, all of which would train the same: leave out --array.")
+        raise UserError(
+            "this is a job of an array, and all its jobs would train the same: leave out --array."
+        )
 
 
 def _refuse_a_short_limit(job: Beginning) -> None:
@@ -251,8 +253,8 @@ def _refuse_a_short_limit(job: Beginning) -> None:
     seconds_to_save = int(asked[-1]) if asked else 0
     if limit - ran <= seconds_to_save:
         raise UserError(
-            f"this job is to save and stop {seconds_to_save} s before its time limit, so it could not train: "
-            "give it more --time."
+            f"this job has to save and stop {seconds_to_save} s before its time limit, which leaves no time "
+            "to train: give it more --time."
         )
 
 
@@ -334,7 +336,7 @@ def _threads(variables: Mapping[str, str], cpus_per_rank: int) -> int:
         return cpus_per_rank
     first = given.partition(",")[0]  # OpenMP takes a list, for threads within threads
     if not re.fullmatch("[1-9][0-9]*", first):
-        raise UserError(f"OMP_NUM_THREADS is '{first}', which is no number of threads: unset it.")
+        raise UserError(f"OMP_NUM_THREADS is '{first}', which is not a number of threads: unset it.")
     return int(first)
 
 
@@ -407,7 +409,7 @@ def begin(job: Beginning, resolve: Callable[[str], str | None], monitored: bool)
         samples.prepare(job.folder / samples.FOLDER, plan.asked if monitored else None)
     except OSError as error:
         raise UserError(
-            f"{job.folder} cannot be made ({error.strerror}): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in "
+            f"{job.folder} cannot be created ({error.strerror}): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in "
             "slurm/site.sh to a shared folder of yours."
         ) from None
     return as_shell(plan, job.program)

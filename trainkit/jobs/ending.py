@@ -164,7 +164,7 @@ def _verdict(
         code = code or 1  # its training has not come to its end
 
     if stays_as_the_last and not preempted:
-        returns = f"it has come back {ending.restart} times, the most here (SITE_MOST_RESTARTS)"
+        returns = f"it has come back {ending.restart} times, which is the limit here (SITE_MOST_RESTARTS)"
         stays = Reason(f"{returns}: {again}")
         failed = evidence.reasons() if ending.code and not ending.from_outside else []
         if failed:
@@ -172,7 +172,9 @@ def _verdict(
         return Verdict(code, [stays], why.sentences([stays]))
 
     if ending.from_outside and not ending.requeued:
-        said = ["ended from outside: scancel, scontrol requeue, preemption, the time limit or a failed node"]
+        said = [
+            "ended from outside: by scancel, scontrol requeue, preemption, the time limit or a failed node"
+        ]
         if saved or _has_checkpoints(folder):
             said.append(f"if it does not come back by itself, {again}")
         return Verdict(code, [], said)
@@ -234,7 +236,7 @@ def _how_to_resume(folder: Path, saved: str | None, refused: bool = False) -> st
     script = job_folder.read_script(folder)
     number = script.array_element if script and script.array_element else folder.name
     # Slurm forgets a job after MinJobAge, by default five minutes.
-    return f"scontrol requeue {number} within minutes, which resumes it in its folder, or {by_a_new_job}"
+    return f"run scontrol requeue {number} within minutes, which resumes it in its folder, or {by_a_new_job}"
 
 
 def _has_checkpoints(folder: Path) -> bool:

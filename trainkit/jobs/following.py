@@ -283,10 +283,10 @@ class SlurmHandle(Handle):
         if self.never_starts_since is None:
             self.never_starts_since = now
         if now - self.never_starts_since < NEVER_STARTS_SECONDS:
-            return State("queued", f"{reason}, for which it would never start: {remedy}", reason)
+            return State("queued", f"{reason}, so it would never start: {remedy}", reason)
         return State(
             "failed",
-            f"Slurm would never start it ({reason}): {remedy}; scancel {self.job_id} takes it from the queue",
+            f"Slurm would never start it ({reason}): {remedy}; scancel {self.job_id} removes it",
             reason,
         )
 
@@ -314,7 +314,7 @@ class SlurmHandle(Handle):
             if self.ended_at is None:
                 self.ended_at = time.monotonic()
             late = time.monotonic() - self.ended_at > OUTCOME_SECONDS
-            detail = f"it has ended, but {self.folder} does not say so"
+            detail = f"it has ended, but {self.folder} has no note of its end"
             return State("failed" if late else "running", detail)
         return self._done()
 
@@ -367,7 +367,7 @@ class LocalHandle(Handle):
             self.monitor.kill()
         checkpoints = job_folder.stopped(self.folder)
         if checkpoints is not None:
-            return State("failed", f"it was stopped; to resume: {self._how_to_resume(checkpoints)}")
+            return State("failed", f"it was stopped: to resume it, {self._how_to_resume(checkpoints)}")
         if len(job_folder.notes(self.folder, "finished")) == self.tasks:
             return self._done()
         return State("failed", self._why())
@@ -398,8 +398,8 @@ class LocalHandle(Handle):
     def _how_to_resume(self, checkpoints: str) -> str:
         if self._is_plain:
             saved = checkpoints or self.folder / job_folder.CHECKPOINTS
-            return f"copy {saved} to where another start looks"
-        return f"--checkpoint-dir {shlex.quote(checkpoints)}"
+            return f"copy {saved} to where its next start looks"
+        return f"submit again with --checkpoint-dir {shlex.quote(checkpoints)}"
 
     def _why(self) -> str:
         """Return why it failed."""

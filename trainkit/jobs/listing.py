@@ -136,7 +136,7 @@ def _why(outcome: Outcome | None, state_in_slurm: str) -> str:
         return outcome.why[0]
     if state_in_slurm != slurm.GONE and slurm.FAILED.get(state_in_slurm):
         return slurm.FAILED[state_in_slurm]
-    return f"exit code {outcome.exit_code}" if outcome else "it was ended before it could say why"
+    return f"exit code {outcome.exit_code}" if outcome else "it ended before it could say why"
 
 
 def _verdict(folder: Path) -> str:

@@ -127,9 +127,7 @@ def note_on_environment(program: Program) -> str:
         active = Path(os.environ.get(name, sys.prefix))
         python = active / "bin" / "python"
         if program.python is None and active.resolve() != Path(sys.prefix).resolve() and python.exists():
-            return (
-                f"it runs with the job's Python; for the environment that is active here: --python {python}"
-            )
+            return f"it runs with the job's Python; for the environment active here, give --python {python}"
     return ""
 
 
@@ -151,7 +149,7 @@ def add_options(group: argparse._ActionsContainer) -> None:
         "--when-requeued",
         metavar="WORDS",
         type=given,
-        help="for --plain: more arguments, for when the job comes back from the queue, such as '--resume'; "
+        help="for --plain: extra arguments for when the job comes back from the queue, such as '--resume'; "
         "with them it also comes back if the time limit or a preemption ends a script that handles no signal",
     )
 
@@ -192,9 +190,7 @@ def parse(words: Sequence[str]) -> tuple[Program, list[str]]:
     own_words, arguments = split(words)
     own_options, unknown = parser.parse_known_args(own_words)
     if not own_options.plain:
-        raise UserError(
-            f"{', '.join(OPTIONS)} are for plain scripts: put --plain and the script behind them."
-        )
+        raise UserError(f"{', '.join(OPTIONS)} are for plain scripts: put --plain and the script after them.")
     if unknown:
         raise UserError(misplaced(unknown[0], own_options.plain))
     return from_options(own_options, [Path.cwd()]), arguments
@@ -263,7 +259,7 @@ def _find(name: str, folders: Sequence[Path]) -> Path:
 def _check_that_it_starts(path: Path, name: str) -> None:
     if not os.access(path, os.X_OK):
         raise UserError(
-            f"{name} is no Python script (.py), and as a program it cannot be started: chmod +x {name}"
+            f"{name} is not a Python script (.py), and cannot be started as a program: chmod +x {name}"
         )
     with path.open("rb") as file:
         begin = file.read(4)
@@ -276,5 +272,7 @@ def _python(text: str, folder: Path) -> Path:
     path = Path(os.path.normpath(folder.absolute() / Path(text).expanduser()))
     if not path.is_file() or not os.access(path, os.X_OK):
         example = path / "bin" / "python" if (path / "bin" / "python").exists() else "~/envs/mine/bin/python"
-        raise UserError(f"--python {text} is no program: give the Python of your environment, as {example}.")
+        raise UserError(
+            f"--python {text} is not a program: give the Python of your environment, as {example}."
+        )
     return path

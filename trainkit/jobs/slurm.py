@@ -41,8 +41,8 @@ FAILED = {
     "TIMEOUT": "it reached its time limit: give more --time",
     "CANCELLED": "it was cancelled",
     "OUT_OF_MEMORY": "it needed more memory than it had asked for: export SBATCH_MEM_PER_NODE, e.g. as 32G",
-    "NODE_FAIL": "a node of it failed: submit it again",
-    "BOOT_FAIL": "a node of it did not boot: submit it again",
+    "NODE_FAIL": "one of its nodes failed: submit it again",
+    "BOOT_FAIL": "one of its nodes did not boot: submit it again",
     PREEMPTED: "a job of higher priority took its place: submit it again",
     "DEADLINE": "it could not end before its deadline",
     GONE: "Slurm does not know this job (it forgets a job some minutes after its end)",
@@ -59,34 +59,35 @@ LAUNCH_FAILED = "launch_failed_requeued_held"
 # it; the first pattern found counts.
 REFUSALS = {
     # From Slurm 26.05; before, where one of the two names a kind of GPU.
-    "--gres=gpu are mutually exclusive|with and without type": "ask for GPUs in one way, which SITE_GPUS in "
-    "slurm/site.sh tells, such as --gres=gpu:a100:%d: take SBATCH_GRES out of there and of your shell, and "
-    "--gres off the command line; or, for sbatch, change the line #SBATCH --gpus-per-node of the job script",
-    "configuration file": "unset SLURM_CONF, or have it name Slurm's file",
+    "--gres=gpu are mutually exclusive|with and without type": "ask for GPUs in one way "
+    "only, that of SITE_GPUS in slurm/site.sh, such as --gres=gpu:a100:%d: remove SBATCH_GRES from there and "
+    "from your shell, and --gres from the command line; or, with sbatch, change the line #SBATCH "
+    "--gpus-per-node in the job script",
+    "configuration file": "unset SLURM_CONF, or set it to the path of slurm.conf",
     "accounting/QOS policy": "wait for other jobs of yours to end, or ask for less; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
-    "(QOS|Assoc)M(ax|in)": "ask for what your QOS and account allow a job; `sacctmgr show qos` and `sacctmgr "
-    "show associations user=$USER` show the limits",
+    "(QOS|Assoc)M(ax|in)": "ask for no more than your QOS and account allow; `sacctmgr show qos` and "
+    "`sacctmgr show associations user=$USER` show the limits",
     # The second is what a site's own plugin may say, which names the option that it wants.
-    "mutually exclusive|--(gres|gpus|mem|cpus)": "SITE_GPUS, SITE_CPUS and SITE_MEM in slurm/site.sh tell "
-    "how this site wants to be asked for GPUs, cores and memory (slurm/README.md); leave out options and "
-    "SBATCH_... variables of another form",
+    "mutually exclusive|--(gres|gpus|mem|cpus)": "SITE_GPUS, SITE_CPUS and SITE_MEM in slurm/site.sh "
+    "say how this site wants GPUs, cores and memory requested (slurm/README.md); leave out options and "
+    "SBATCH_* variables of a different form",
     "account": "set SBATCH_ACCOUNT in slurm/site.sh to one of yours, which `sacctmgr show associations "
     "user=$USER` lists",
     "partition": "set SBATCH_PARTITION in slurm/site.sh, or sbatch --partition, to one that `sinfo -s` lists",
     "qos": "correct SBATCH_QOS in slurm/site.sh; `sacctmgr show qos` lists them",
     "reservation": "correct SBATCH_RESERVATION in slurm/site.sh; `scontrol show reservation` lists them",
     "feature": "correct SBATCH_CONSTRAINT in slurm/site.sh; `sinfo -o '%N %f'` lists the features",
-    "generic resource": "this Slurm has no such GPUs, or wants their kind; `sinfo -o '%P %N %G'` shows what "
-    "it has, and SITE_GPUS in slurm/site.sh tells how to ask for it, such as --gpus-per-node=a100:%d",
-    "[Tt]ime ?[Ll]imit": "ask for less --time, or always, by SBATCH_TIMELIMIT in slurm/site.sh; "
+    "generic resource": "this Slurm has no such GPUs, or requires their type; `sinfo -o '%P %N %G'` shows "
+    "what it has, and SITE_GPUS in slurm/site.sh says how to ask for it, such as --gpus-per-node=a100:%d",
+    "[Tt]ime ?[Ll]imit": "ask for less --time, or set SBATCH_TIMELIMIT in slurm/site.sh for all jobs; "
     "`sinfo -o '%P %l'` shows the limits",
     "contact": "see if `sinfo` answers, and submit again when it does",
     "configuration|PartitionConfig|Node ?[Cc]ount|PartitionNodeLimit|[Mm]emory|CPU count": "ask for fewer "
     "--gpus, --nodes or cores, or less --mem or --time (`sinfo -o '%P %D %s %c %m %G %l'` shows the limits), "
     "or wait for a node that is down: `sinfo -R`",
-    "": "ask your admin what it means (man sbatch); where GPUs, cores or memory are to be asked for in other "
-    "words, set SITE_GPUS, SITE_CPUS or SITE_MEM in slurm/site.sh",
+    "": "ask your admin what it means (man sbatch); if this site wants GPUs, cores or memory requested in a "
+    "different form, set SITE_GPUS, SITE_CPUS or SITE_MEM in slurm/site.sh",
 }
 # What sbatch says where its job may be in the queue all the same, as the controller was busy (slurm_errno.c);
 # the last is submitit's, where it names no number.
@@ -119,7 +120,7 @@ def why_not_here() -> str:
         if not shutil.which(command):
             return f"{command} is not on PATH"
     fatal = re.search(r"fatal: (.*configuration.*)", ask("scontrol", "ping").stderr)
-    return f"sbatch is on PATH, but knows no controller: {fatal[1]}" if fatal else ""
+    return f"sbatch is on PATH, but finds no controller: {fatal[1]}" if fatal else ""
 
 
 def job_of_this_shell() -> str:
@@ -133,8 +134,8 @@ def job_of_this_shell() -> str:
         # This is one of its nodes, where a job script cannot call srun.
         how_to_use_it = "--local runs here"
     return (
-        f"this shell is in job {job_id}, which holds its part of {nodes}: a new job gets other cores and "
-        f"GPUs, or waits until that one ends (exit); {how_to_use_it}"
+        f"this shell is in job {job_id}, which holds its part of {nodes}: a new job gets different cores "
+        f"and GPUs, or waits until this one ends (exit); {how_to_use_it}"
     )
 
 

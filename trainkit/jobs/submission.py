@@ -184,7 +184,7 @@ def sending(request: Request) -> AbstractContextManager[Sent]:
             from the call itself, if sbatch refuses the job (RefusedError), or does not say whether it has
             taken it.
     """
-    fix = "free the space, fix the permissions, or choose others, by --results-dir or in slurm/site.sh."
+    fix = "free the space, fix the permissions, or choose different folders (--results-dir, slurm/site.sh)."
     for job in request.jobs:
         check(job)
         check_writable(job.results_dir / "runs", "results", fix)
@@ -410,7 +410,7 @@ def job_script(request: Request) -> str:
         training.insert(0, str(STAGES[stage.name].script))
     script = [
         "#!/bin/bash",
-        "# A job of this site, by submit.py --dry-run. Save it, and send it: sbatch job.sh",
+        "# A job for this site, by submit.py --dry-run. Save it as job.sh, and submit it: sbatch job.sh",
         *directives,
         "",
         *request.environment,
@@ -501,14 +501,14 @@ def _find_unnamed(request: Request, refusal: str) -> str:
     if refusal and not re.search(slurm.UNCLEAR, refusal):
         shutil.rmtree(request.folder)
         fix = f"{slurm.advice(refusal)}; --local runs it on this machine"
-        raise RefusedError(f"Slurm did not take the job ({refusal}): {fix}.")
+        raise RefusedError(f"Slurm did not accept the job ({refusal}): {fix}.")
     job_id = _adopt(request.folder, slurm.QUEUE_SECONDS)
     if job_id:
         return job_id
     raise UserError(
-        f"Slurm may have taken the job or not (sbatch: {refusal or 'no word'}), and it is not in the queue "
-        "so far: before you submit again, see whether `squeue --me --format='%i %o'` shows one with a script "
-        f"in {request.folder}, and scancel it."
+        f"it is not known whether Slurm has accepted the job (sbatch: {refusal or 'no word'}); so far it is "
+        "not in the queue. Before you submit again, check whether `squeue --me --format='%i %o'` shows one "
+        f"with a script in {request.folder}, and scancel it."
     )
 
 
@@ -591,14 +591,14 @@ def choose_stage(stage: Stage, own_options: argparse.Namespace) -> Stage:
 def _parser(stage: Stage, description: str) -> Parser:
     parser = Parser(
         description=description,
-        epilog=f"All other options go to the training unchanged; `python {stage.script.name} --help` "
-        "lists them.\nWhat follows -- always goes there: python submit.py -- --dry-run",
+        epilog=f"All other options are passed to the training unchanged; `python {stage.script.name} --help` "
+        "lists them.\nSo is everything after --, as in: python submit.py -- --dry-run",
     )
     parser.add_argument(
         "--script",
         metavar="FILE.py",
         type=given,
-        help=f"your own training, such as a copy of {stage.script.name} with another model",
+        help=f"your own training, such as a copy of {stage.script.name} with a different model",
     )
     parser.add_argument(
         "--plain",
@@ -613,7 +613,7 @@ def _parser(stage: Stage, description: str) -> Parser:
         "--gpus",
         type=at_least(0),
         metavar="N",
-        help="GPUs of the whole job, shared equally by its nodes (default: "
+        help="GPUs of the whole job, split equally over its nodes (default: "
         f"{stage.default_gpus}{without_slurm}); 0: one process per node, on its CPU",
     )
     parser.add_argument(

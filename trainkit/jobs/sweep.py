@@ -89,7 +89,7 @@ class Sweep:
             if count > 1:
                 raise UserError(f"{count} runs would be called {name}: give values that differ more.")
         if not runs:
-            raise UserError(f"no run is left ({'; '.join(left_out)}): change what is asked for.")
+            raise UserError(f"no run is left ({'; '.join(left_out)}): change what you ask for.")
         return Plan(list(runs), left_out)
 
     def _check(self, run: PlannedRun) -> None:
@@ -156,12 +156,12 @@ class Sweep:
             UserError: if it cannot be written to, has other things in it, belongs to a sweep with other
                 options, or another sweep is at work in it.
         """
-        check_writable(self.folder, "the sweep", "give another --out.")
+        check_writable(self.folder, "the sweep", "give a different --out.")
         options_file = self.folder / "options.txt"
         other_things = [path for path in self.folder.iterdir() if path.name != ".lock"]
         if other_things and not options_file.exists():
-            raise UserError(f"{self.folder} has other things in it: give a new or an empty --out.")
-        in_use = f"another sweep.py is at work in {self.folder}: wait, or stop it."
+            raise UserError(f"{self.folder} contains other things: give a new or empty --out.")
+        in_use = f"another sweep.py is running in {self.folder}: wait, or stop it."
         lock = locked(self.folder / ".lock", in_use)
         options = self._shared_options(script)
         if not options_file.exists():
@@ -172,7 +172,7 @@ class Sweep:
         if earlier_options != options:
             raise UserError(
                 f"{self.folder} belongs to a sweep with the options {earlier_options}, not {options}: its "
-                "rows could not be compared with these. Give another --out."
+                "rows could not be compared with these. Give a different --out."
             )
         return lock
 
@@ -206,7 +206,7 @@ class Sweep:
     def _link_to_job(self, run: PlannedRun, folder: Path) -> None:
         """Make the folder of a run, with a link to that of its job."""
         run_folder = self.folder / run.name
-        check_writable(run_folder, "the run", "free the space, or give another --out.")
+        check_writable(run_folder, "the run", "free the space, or give a different --out.")
         _replace_link(run_folder / "job", folder)
 
     def _request(self, run: PlannedRun, folder: Path) -> Request:

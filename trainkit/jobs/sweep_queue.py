@@ -204,7 +204,7 @@ def _result(sweep: Sweep, run: PlannedRun, handle: Handle, state: State) -> _Res
         time.sleep(1)
         csvs = sweep.finished(run.name)
     if not csvs:
-        why = f"it has left no CSV with all epochs (log: {handle.log})"
+        why = f"it left no CSV with all epochs (log: {handle.log})"
         return _Result(f"failed: {why}", succeeded=False)
     rows = records.read(csvs[-1])
     unit, per_sample = records.speed_unit(rows, records.read_metrics(csvs[-1]))

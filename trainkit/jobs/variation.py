@@ -56,7 +56,7 @@ def varied(text: str) -> Varied:
     name, _, values = text.partition("=")
     values = tuple(value.strip() for value in values.split(","))
     if not name or not all(values):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE,VALUE,...")
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE,VALUE")
     if name in NOT_TO_VARY:
         raise argparse.ArgumentTypeError(f"{name} is known to the sweep: {NOT_TO_VARY[name]}")
     return Varied(name, values)

@@ -96,7 +96,11 @@ class Evidence:
         if found:
             return [self._with_its_output(reason) for reason in found]
         if self._nodes:
-            why = "for want of memory: --mem" if self._launcher else "at its time limit, for want of memory"
+            why = (
+                "because memory ran out: --mem"
+                if self._launcher
+                else "at its time limit, because memory ran out"
+            )
             return [Reason(f"{self._names(self._nodes)} ended silently: killed (by hand, or {why})?")]
         if self._launcher and job_folder.notes(self._folder, "lost"):
             why = "the network failed, or a rank hung for longer than --timeout"
@@ -110,7 +114,7 @@ class Evidence:
             if refused:
                 asks = "in the #SBATCH lines, by sbatch or in slurm/site.sh"
                 return Reason(
-                    f"srun starts nothing in this job ({refused[1]}): correct what it asks for, {asks}"
+                    f"srun starts nothing in this job ({refused[1]}): correct what the job asks for {asks}"
                 )
             if NO_COMMAND.match(line):
                 remedy = "correct activate_environment, SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh"
@@ -121,7 +125,7 @@ class Evidence:
                 remedy = "correct activate_environment in slurm/site.sh, or install it"
                 if self._is_plain:
                     remedy = (
-                        "leave activate_environment of slurm/site.sh to the kit, and give yours by --python"
+                        "leave activate_environment in slurm/site.sh to the kit, and give yours with --python"
                     )
                 return Reason(f"the job's Python has no {lacking[1]}: {remedy}", exit_code=1)
         return None
@@ -169,7 +173,9 @@ class Evidence:
             return self._gave_up()
         words = _in_words(how)
         if how.startswith("Killed") and self._left:
-            words = f"was ended by srun, {self._left[1]} s after another rank left: let all leave together"
+            words = (
+                f"was ended by srun, {self._left[1]} s after another rank left: have all ranks end together"
+            )
         if self._is_plain:
             words = words.replace(" silently,", "")
         if words == "aborted":
@@ -221,9 +227,9 @@ def _in_words(how: str) -> str:
     if how.startswith("Terminated") or how == "-15":
         return ""
     if how.startswith("Killed") or how == "-9":
-        return "was killed (by hand, or for want of memory: --mem)"
+        return "was killed (by hand, or because memory ran out: --mem)"
     if how.startswith("Out Of Memory"):
-        return "was killed for want of memory: ask for more --mem"
+        return "was killed because memory ran out: ask for more --mem"
     if how.startswith("Aborted"):
         return "aborted"
     if how.startswith("-"):

@@ -117,7 +117,7 @@ class RecordWriter:
         self._epochs_added = 0
         self.path = folder / f"{self.facts['run_id']}.csv" if folder else None
         if folder:
-            fix = "free the space, fix the permissions, or give another --results-dir."
+            fix = "free the space, fix the permissions, or give a different --results-dir."
             check_writable(folder, "results", fix)
 
     def add(self, row: Row, of_ranks: Iterable[Row] = (), metrics: Iterable[Row] = ()) -> Row:
@@ -194,7 +194,7 @@ class RecordWriter:
         return [row for row in self._of_ranks if row["epoch"] == self.rows[-1]["epoch"]]
 
     def _write(self) -> None:
-        fix = "free the space or give another --results-dir. The earlier epochs are recorded."
+        fix = "free the space or give a different --results-dir. The earlier epochs are recorded."
         with explained(f"{self.path} cannot be written", fix):
             put_table(self.path, COLUMNS, self.rows)
             if self._of_ranks:

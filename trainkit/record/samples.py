@@ -167,7 +167,9 @@ def read(folder: Path, every: int = 1) -> list[Row]:
         try:
             rows += _read_node(path, every)
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({reason(error)}): give another job's folder.") from None
+            raise UserError(
+                f"{path} cannot be read ({reason(error)}): give the folder of a different job."
+            ) from None
         except (ValueError, csv.Error) as error:
             print_line(f"warning: {path} is left out ({error})", sys.stderr)
     if not rows:

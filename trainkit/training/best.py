@@ -43,7 +43,7 @@ class Best:
         self.epoch, self.loss = epoch, loss
         weights = self._sharded.weights() if self._sharded else self._model.state_dict()
         if self._path:
-            advice = "give another folder."
+            advice = "give a different folder."
             process_group.on_rank_0(lambda: save("the weights", weights, self._path, advice))
         elif process_group.is_rank_0():
             # Copies, as training goes on in the same memory. A network may have an extra state of any type.

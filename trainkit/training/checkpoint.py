@@ -52,8 +52,8 @@ CHECKPOINTS_KEPT = 2
 LOCK = ".lock"
 NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.pt)?")
 STATE = "state.pt"
-ANOTHER_FOLDER = "give another folder for checkpoints."
-IF_NOT_WRITTEN = "free the space or give another folder. Earlier checkpoints and results are kept."
+DIFFERENT_FOLDER = "give a different folder for checkpoints."
+IF_NOT_WRITTEN = "free the space or give a different folder. Earlier checkpoints and results are kept."
 
 
 @dataclass
@@ -386,8 +386,8 @@ class Checkpointer:
                 _remove(old)
 
     def _open_folder(self) -> None:
-        check_writable(self.folder, "checkpoints", ANOTHER_FOLDER)
-        held = f"another run saves its checkpoints in {self.folder}: wait for its end, or {ANOTHER_FOLDER}"
+        check_writable(self.folder, "checkpoints", DIFFERENT_FOLDER)
+        held = f"another run saves its checkpoints in {self.folder}: wait for its end, or {DIFFERENT_FOLDER}"
         self._lock = locked(self.folder / LOCK, held)
         for leftover in self.folder.glob(".epoch-*-step-*.tmp"):  # of a process that was killed
             _remove(leftover)
@@ -401,7 +401,7 @@ class Checkpointer:
             return
         path = found.path
         checkpoint = process_group.broadcast(process_group.on_rank_0(lambda: self._checked(found)))
-        with fitting(path, ANOTHER_FOLDER):
+        with fitting(path, DIFFERENT_FOLDER):
             load_parts(self._parts, checkpoint.parts)
             for name, part in self._sharded.items():
                 part.load(path / name)
@@ -440,7 +440,7 @@ class Checkpointer:
 
     def _refuse(self, damaged: list[Path]) -> None:
         if damaged:
-            raise UserError(f"no checkpoint in {self.folder} can be read: {ANOTHER_FOLDER}")
+            raise UserError(f"no checkpoint in {self.folder} can be read: {DIFFERENT_FOLDER}")
 
     def _checked(self, found: Found) -> Checkpoint:
         """Return what a checkpoint has, if it is of this training; on rank 0.
@@ -452,12 +452,12 @@ class Checkpointer:
         version = state.get("version")
         if version != VERSION:
             raise UserError(
-                f"{path} has version {version}, and this program reads {VERSION}: {ANOTHER_FOLDER}"
+                f"{path} has version {version}, and this program reads {VERSION}: {DIFFERENT_FOLDER}"
             )
         checkpoint = Checkpoint(**state)
         if _is_folder(path) != bool(self._sharded):
             how = "split" if _is_folder(path) else "not split"
-            raise UserError(f"the network of {path} is {how} over ranks: {ANOTHER_FOLDER}")
+            raise UserError(f"the network of {path} is {how} over ranks: {DIFFERENT_FOLDER}")
         saved = checkpoint.settings
         differ = []
         for name in self._settings | saved:

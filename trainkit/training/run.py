@@ -161,7 +161,7 @@ class Run:
         folder = None if self.options.dry_run else self.options.results_dir / "runs"
         record = RecordWriter(folder, columns, self.loggers, unit=self.unit, per_sample=self.per_sample)
         if folder and self.options.save_model:
-            fix = "give another --results-dir."
+            fix = "give a different --results-dir."
             check_writable(self.options.results_dir / "models", "the weights", fix)
         screen.print_start(record.facts)
         return record

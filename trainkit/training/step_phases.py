@@ -114,6 +114,6 @@ def write(path: Path, facts: dict[str, object], hosts: list[str], seconds: dict[
         for rank, repeats in enumerate(of_ranks.tolist())
         for repeat, value in enumerate(repeats, start=1)
     ]
-    with explained(f"{path} cannot be written", "free the space or give another --results-dir."):
+    with explained(f"{path} cannot be written", "free the space or give a different --results-dir."):
         put_table(path, rows[0], rows, delimiter="\t")
     print_line(f"results: {path}")

@@ -157,10 +157,10 @@ def write(data_dir: Path, shards: int) -> list[Path]:
     token_counts[validation] = VALIDATION_TOKENS
     missing = [path for path in paths if not path.exists()]
     if missing:
-        files.check_writable(folder, "the text", "give another --data-dir.")
+        files.check_writable(folder, "the text", "give a different --data-dir.")
     for path in missing:
         text = np.fromiter(tokens(path.stem), np.uint16, token_counts[path])
-        fix = "free the space, or give another --data-dir."
+        fix = "free the space, or give a different --data-dir."
         with files.explained(f"{path} cannot be written", fix), files.replacing(path, "wb") as file:
             file.write(text.tobytes())
     for path in paths:
