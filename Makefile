@@ -1,4 +1,4 @@
-# make learn      first steps: what this machine has, the exercises, and which comes next
+# make learn      first steps: what this machine has, the core exercises, and which comes next
 # make compare    run single GPU, DataParallel and DDP here, and compare them
 # make test       check a change; make test-all: everything
 # Options go through ARGS: make compare ARGS="--epochs 10"
@@ -26,7 +26,7 @@ endif
 .PHONY: help learn compare sweep test test-all test-lowest test-middle data bench lessons site cluster-up cluster-down clean
 
 help:
-	@echo "make learn     first steps: checks this machine, lists the exercises, names the next one"
+	@echo "make learn     first steps: checks this machine, lists the core exercises, names the next one"
 	@echo "make compare   run single GPU, DataParallel and DDP here on MNIST; table and figures from your own runs"
 	@echo "make sweep     many runs as jobs on a cluster: stages x GPUs x batch sizes, and their comparison"
 	@echo "make test      what a change has to pass; test-all: all tests; test-lowest, test-middle: with older packages"

@@ -256,16 +256,16 @@ def test_a_mistake_on_the_command_line_gets_a_sentence(
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("answers.txt", "high", "has lines `name = value`"),
-        ("answers.txt", "prediction = high\nprediction = low", "once each"),
-        ("answers.txt", "", "`prediction = ...` is not there any more"),
-        ("answers.txt", "prediction = perhaps", "is one of high, low, not 'perhaps'"),
+        ("answers.txt", "high", "needs lines `name = value`"),
+        ("answers.txt", "prediction = high\nprediction = low", "each name once"),
+        ("answers.txt", "", "`prediction = ...` is missing"),
+        ("answers.txt", "prediction = perhaps", "one of high, low, not 'perhaps'"),
         ("clock.py", "def images_per_second(:", "SyntaxError"),
-        ("clock.py", "import device\n\n1 / 0", "clock.py ends in line 3 with ZeroDivisionError: division"),
+        ("clock.py", "import device\n\n1 / 0", "clock.py stops in line 3 with ZeroDivisionError: division"),
         ("clock.py", "raise ValueError('mine')", "in line 1 with ValueError: mine."),
-        ("clock.py", "import os\nos._exit(0)", "ended the check: by an `exit`, or for lack"),
-        ("clock.py", "", "has no `images_per_second` any more"),
-        ("clock.py", "def images_per_second(device):\n    pass", "cannot use what your program gives it"),
+        ("clock.py", "import os\nos._exit(0)", "ended the check. Does it call `exit`"),
+        ("clock.py", "", "no longer has `images_per_second`"),
+        ("clock.py", "def images_per_second(device):\n    pass", "cannot use what your program returns"),
     ],
 )
 def test_what_cannot_be_read_gets_a_sentence(name: str, text: str, words: str, clock: Learner) -> None:
@@ -331,7 +331,7 @@ def test_a_rank_that_fails_is_told_of(forking: Forking, tmp_path: Path) -> None:
     done = forking.run(tmp_path / "ranks.py", env=ENVIRONMENT)
     added, *told = done.stdout.splitlines()
     assert added == "[3, 3, 3]", done.stderr
-    assert told == ["rank 1 died silently.", "rank 1 ends with ValueError in line 8: no"]
+    assert told == ["Rank 1 ended without a message.", "Rank 1 stops with ValueError in line 8: no"]
 
 
 @pytest.mark.full
@@ -425,7 +425,7 @@ def test_first_steps(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     (project / ".venv" / "bin" / "activate").touch()
     told = learn(project, {})
-    assert "GPUs    none: the CPU stands in" in told
+    assert any(line.startswith("GPUs    none: ") for line in told)
     assert f"MNIST   in {project / 'data'}" in told
     assert sum(line.startswith("Slurm   ") for line in told) == 1
     of_each = [(folder.parents[1].name, folder.name.partition("_")[2]) for folder in FOLDERS]

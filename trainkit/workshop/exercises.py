@@ -52,10 +52,10 @@ HEADER = re.compile(
 EXTRA = 99  # its step on the core path: after all others
 CHECK_SECONDS = 120  # for a check, on an otherwise idle machine
 TOO_LONG = (
-    f"The check takes longer than {CHECK_SECONDS} seconds, and a busy machine was given more: does a loop in "
-    "your program ever end? If it does, check again when the machine is quiet."
+    f"The check takes longer than {CHECK_SECONDS} seconds (more if the machine is busy). Does a loop in your "
+    "program never end? If every loop ends, check again when the machine is quiet."
 )
-ENDED = "Your program ended the check: by an `exit`, or for lack of memory?"
+ENDED = "Your program ended the check. Does it call `exit`, or was there too little memory?"
 
 
 class Exercise:
@@ -149,7 +149,7 @@ class Exercise:
             r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.MULTILINE
         )
         # A class may share one checkout.
-        advice = "free the space, or work in a checkout of your own; `reset` then lays the files out again."
+        advice = "free some space, or work in a checkout of your own; `reset` then restores the files."
         with explained(f"{relative(folder)} cannot be written to", advice):
             folder.mkdir(exist_ok=True)
             if starter.exists():
@@ -301,7 +301,7 @@ def _check(workbook: Workbook, exercise: Exercise) -> int:
     except Wrong as wrong:
         print_line(f"{exercise.name}: not yet.\n{wrapped(str(wrong))}\n")
         hint = _command_line(workbook, "hint", exercise)
-        print_line(f"Your files are in {relative(exercise.workspace.folder)}. A hint: {hint}")
+        print_line(f"Your files are in {relative(exercise.workspace.folder)}. For a hint: {hint}")
         return 1
     # Another terminal may have changed it during the check.
     workbook.read()
@@ -321,7 +321,7 @@ def _hint(workbook: Workbook, exercise: Exercise) -> int:
     workbook.save()
     if number == most:
         print_line(
-            f"\nThere is no further one. The solution: {_command_line(workbook, 'solution', exercise)}"
+            f"\nThat was the last hint. For the solution: {_command_line(workbook, 'solution', exercise)}"
         )
     return 0
 
@@ -331,7 +331,7 @@ def _reset(_: Workbook, exercise: Exercise) -> int:
     if folder.exists():
         print_line(f"What you wrote is kept in {relative(folder.rename(_unused(folder)))}.")
     exercise.begin()
-    print_line(f"{exercise.name}: the starter is back in {relative(folder)}.")
+    print_line(f"{exercise.name}: the starter is in {relative(folder)} again.")
     return 0
 
 
@@ -339,7 +339,7 @@ def _recorded(_: Workbook, exercise: Exercise) -> int:
     """Copy the recorded runs to the place of the learner's own, which are kept under another name."""
     recorded = exercise.program.get("RECORDED")
     if not recorded:
-        raise UserError(f"there are no recorded runs for {exercise.name}: it needs none but its own program.")
+        raise UserError(f"there are no recorded runs for {exercise.name}, which needs none.")
     repository = exercise.folder.parents[2]
     runs = exercise.workspace.folder / "runs"
     if runs.exists():
@@ -354,7 +354,7 @@ def _recorded(_: Workbook, exercise: Exercise) -> int:
             _copy_runs(path, runs, run_ids)
         else:
             shutil.copy(path, runs)
-    print_line(f"{exercise.name}: recorded runs are in {relative(runs)}.")
+    print_line(f"{exercise.name}: the recorded runs are in {relative(runs)}.")
     return 0
 
 
@@ -366,7 +366,7 @@ def _copy_runs(path: Path, folder: Path, run_ids: list[str]) -> None:
 
 
 def _solution(_: Workbook, exercise: Exercise) -> int:
-    print_line(exercise.diff() or f"Your files of {exercise.name} are those of the solution.")
+    print_line(exercise.diff() or f"Your files of {exercise.name} are equal to those of the solution.")
     return 0
 
 
@@ -379,10 +379,10 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "check": Command(_check, help="check what you did"),
-    "hint": Command(_hint, help="the next of three hints"),
-    "reset": Command(_reset, help="put the starter back; what you wrote is kept under another name"),
-    "recorded": Command(_recorded, help="take recorded runs in place of yours"),
-    "solution": Command(_solution, help="the difference between your files and the solution"),
+    "hint": Command(_hint, help="show the next of three hints"),
+    "reset": Command(_reset, help="put the starter back; what you wrote is kept under a different name"),
+    "recorded": Command(_recorded, help="use our recorded runs instead of your own"),
+    "solution": Command(_solution, help="show how your files differ from the solution"),
 }
 
 

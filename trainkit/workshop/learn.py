@@ -1,4 +1,4 @@
-"""First steps: does this machine have what the exercises need, which are done, and which comes next?
+"""First steps: does this machine have what the exercises need, which core exercises are done, what is next?
 
 Try: make learn
 """
@@ -20,7 +20,7 @@ def main() -> None:
     print_line(f"python  {platform.python_version()}, torch {torch.__version__} for {build()}")
     try:
         names = [device_name(gpu) for gpu in usable_gpus()]
-        gpus = f"{len(names)}: {', '.join(names)}" if names else "none: the CPU stands in"
+        gpus = f"{len(names)}: {', '.join(names)}" if names else "none: everything runs on the CPU"
     except UserError as error:
         gpus = str(error)
     print_line(f"GPUs    {gpus}")
@@ -33,10 +33,10 @@ def main() -> None:
         commands.append("make data")
     if slurm.why_not_here():
         print_line(
-            "Slurm   none here: submit.py runs on this machine; make cluster-up starts one to practise on"
+            "Slurm   none: submit.py trains on this machine (`make cluster-up` starts a Slurm to practise on)"
         )
     else:
-        print_line("Slurm   here: submit.py sends jobs")
+        print_line("Slurm   found: submit.py submits jobs")
 
     path = CorePath(stages.REPOSITORY)
     names = max(len(exercise.name) for exercise in path.exercises)

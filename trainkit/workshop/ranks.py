@@ -70,7 +70,7 @@ def _results(pipes: list[Connection]) -> list[object]:
             try:
                 outcome: Outcome = pipe.recv()
             except EOFError:
-                raise Wrong(f"rank {pipes.index(pipe)} died silently.") from None
+                raise Wrong(f"Rank {pipes.index(pipe)} ended without a message.") from None
             results[pipe] = outcome.result
             if not outcome.succeeded:
                 failures.append(str(outcome.result))
@@ -117,4 +117,4 @@ def _in_words(rank: int, error: Exception) -> str:
         line = f"in line {frames[-1].lineno}"
     if re.search("[Tt]imed? ?out|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error)):
         return f"{IN_VAIN}: rank {rank} waits {line}. Do all ranks make the same calls, in the same order?"
-    return f"rank {rank} ends with {type(error).__name__} {line}: {error}"
+    return f"Rank {rank} stops with {type(error).__name__} {line}: {error}"

@@ -47,10 +47,10 @@ class Workspace:
             raise Wrong(f"mine/{name} cannot be read ({error}): `reset` restores it.") from None
 
     def answers(self) -> "Answers":
-        """Read the lines `name = value` of answers.txt, all of them given.
+        """Read the lines `name = value` of answers.txt, all of them answered.
 
         Raises:
-            Wrong: if one is not given yet, or is not of that form.
+            Wrong: if one is still open, or is not of that form.
         """
         parser = ConfigParser(
             interpolation=None, delimiters=["="], comment_prefixes="#", inline_comment_prefixes="#"
@@ -62,14 +62,14 @@ class Workspace:
             line = str(error).splitlines()[0].replace("<string>", f"mine/{ANSWERS}")
             line = re.sub(r"(?<=\[line)( +\d+)", lambda number: f" {int(number[0]) - 1}", line)
             raise Wrong(
-                f"mine/{ANSWERS} has lines `name = value` and comments behind #, once each: {line}"
+                f"mine/{ANSWERS} needs lines `name = value`, each name once, and comments after a #: {line}"
             ) from None
         answers = Answers(parser["answers"])
         unanswered = [f"`{name}`" for name, value in answers.items() if value.strip() in (OPEN, "")]
         if unanswered:
             verb = "is" if len(unanswered) == 1 else "are"
             raise Wrong(
-                f"mine/{ANSWERS}: {', '.join(unanswered)} {verb} still open. Fill in before you check."
+                f"mine/{ANSWERS}: {', '.join(unanswered)} {verb} still open. Answer before you check."
             )
         return answers
 
@@ -95,8 +95,8 @@ class Workspace:
         of_these = f" of {_in_words(equal)}" if equal else ""
         unreadable = [f"\n- {sentence} Remove it." for sentence in skipped]
         raise Wrong(
-            f"mine/runs has no run{of_these} with two epochs or more. Run the commands of the README, or "
-            f"take our runs with `recorded`.{''.join(unreadable)}"
+            f"mine/runs has no run{of_these} with two epochs or more. Run the commands of the README, or use "
+            f"our runs with `recorded`.{''.join(unreadable)}"
         )
 
     def row(self, target: float | None = None, **equal: object) -> "pd.Series":
@@ -108,9 +108,9 @@ class Workspace:
         table = self.table(target, **equal)
         if len(table) > 1:
             raise Wrong(
-                f"mine/runs has runs of {_in_words(equal)} that differ in other things, too, such as the "
-                "device or the "
-                "number of images. Remove mine/runs, and run the commands of the README as they are."
+                f"mine/runs has several runs of {_in_words(equal)}, which differ in the device, the number "
+                "of images or some other setting. Remove mine/runs, and run the commands of the README "
+                "unchanged."
             )
         return table.iloc[0]
 
@@ -139,7 +139,7 @@ class Answers(dict):
     file = ANSWERS
 
     def __missing__(self, name: str) -> NoReturn:
-        raise Wrong(f"mine/{self.file}: `{name} = ...` is not there any more. Put the line back.")
+        raise Wrong(f"mine/{self.file}: the line `{name} = ...` is missing. Put it back.")
 
     def number(self, name: str) -> float:
         """Return the number in an answer; a unit or a % sign may follow it.
@@ -166,7 +166,9 @@ class Answers(dict):
         """
         word = self[name].strip().lower()
         if word not in allowed:
-            raise Wrong(f"mine/{self.file}: `{name}` is one of {', '.join(allowed)}, not {self[name]!r}.")
+            raise Wrong(
+                f"mine/{self.file}: `{name}` has to be one of {', '.join(allowed)}, not {self[name]!r}."
+            )
         return word
 
 
@@ -183,7 +185,7 @@ def check_alike(run: Mapping, other: Mapping, *but: str) -> None:
     """
     for name in SAME:
         if name not in but and run[name] != other[name]:
-            raise Wrong(f"The runs differ in {name} ({run[name]} and {other[name]}): give both the same.")
+            raise Wrong(f"The runs differ in {name} ({run[name]} and {other[name]}): use the same for both.")
 
 
 def is_close(answer: float, true: float, share: float = 0.02) -> bool:
@@ -203,12 +205,12 @@ def explain(error: BaseException, workspace: Workspace) -> BaseException:
     sentence = f"{type(error).__name__}: {getattr(error, 'msg', error)}".rstrip(": ")
     if of_learner:
         name, line = of_learner[-1]
-        return Wrong(f"mine/{name} ends in line {line} with {sentence}.")
+        return Wrong(f"mine/{name} stops in line {line} with {sentence}.")
     if isinstance(error, OSError):
         return error
     return Wrong(
-        f"The check cannot use what your program gives it ({sentence}). Compare the names, the arguments and "
-        "what is returned with the starter, which `reset` lays out again."
+        f"The check cannot use what your program returns ({sentence}). Compare the names, the arguments and "
+        "the returned values with the starter, which `reset` restores."
     )
 
 
@@ -230,17 +232,17 @@ def ask_slurm(script: Path, stage: Path) -> str:
         Wrong: if it would not.
     """
     if slurm.why_not_here():
-        return "(There is no Slurm here to ask: `sbatch --test-only` was not tried.)"
+        return "(`sbatch --test-only` was not tried, since there is no Slurm here.)"
     environment = os.environ | read_site().sbatch
     reply = slurm.ask("sbatch", "--test-only", str(script), cwd=stage, env=environment)
     if reply.returncode:
         refusal = slurm.sbatch_message(reply.stderr)
-        raise Wrong(f"Slurm would not take the job ({refusal}): {slurm.advice(refusal)}.")
-    return "Slurm would take the job."
+        raise Wrong(f"Slurm would not accept the job ({refusal}): {slurm.advice(refusal)}.")
+    return "Slurm would accept the job."
 
 
 class _Program(ModuleType):
     def __getattr__(self, name: str) -> NoReturn:
         raise Wrong(
-            f"mine/{self.__name__} has no `{name}` any more, which the check needs: `reset` restores it."
+            f"mine/{self.__name__} no longer has `{name}`, which the check needs: `reset` restores it."
         )
