@@ -127,7 +127,7 @@ def _this_process() -> str:
 
 def _job_and_start() -> str:
     job = job_folder.here()
-    return f"start {os.environ.get('SLURM_RESTART_COUNT', 0)} of {job}" if job else ""
+    return f"start {job_folder.restarts()} of {job}" if job else ""
 
 
 def _is_of_an_earlier_start(path: Path) -> bool:

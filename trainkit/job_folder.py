@@ -72,6 +72,11 @@ def set_aside(folder: Path) -> None:
         folder.rename(folder.with_name(f"{folder.name}-{changed:%Y%m%d-%H%M%S}"))
 
 
+def restarts() -> int:
+    """Return how often this job has come back from the queue; 0 if it has not, and outside of a job."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
 def here() -> Path | None:
     """Return the folder of this process's job; None outside of a job."""
     folder = os.environ.get(VARIABLE)
@@ -191,6 +196,10 @@ class Script:
     def label(self) -> str:
         """Return the name of its file, or of its module."""
         return self.module or Path(self.path).name
+
+    def number_in_slurm(self, job_id: str) -> str:
+        """Return what Slurm calls the job with this number: one of an array by its place there, as 17_2."""
+        return self.array_element or job_id
 
 
 def keep_script(folder: Path, script: Script) -> None:

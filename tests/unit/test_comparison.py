@@ -746,6 +746,8 @@ def test_a_table_has_the_unit_of_its_trainings(compared: Compared, tmp_path: Pat
     write_run(tmp_path / "mixed", "two", [100, 190, 190], **ddp(2))
     seen = compared(tmp_path / "same")
     assert re.search(r"tokens/s +min..max .*\n.* 800 +800..800 .*\n.* 1520 +1520..1520 +1.90 ", seen.text)
+    (title,) = (line for line in seen.text.splitlines() if ", GPT: " in line)
+    assert re.search(r"\d samples\b", title) and "images" not in title
     assert re.search(r"images/s +min..max .*\n.* 65 +60..70 ", seen.text)
     speeds = [axes.get_xlabel() for axes in seen.figures["throughput.png"].axes]
     assert sorted(text.split()[1] for text in speeds) == ["images/s:", "tokens/s:"]

@@ -433,7 +433,10 @@ def _groups_to_tell_apart(
 
 
 def _in_words(row: pd.Series, names: Iterable[str]) -> str:
-    return ", ".join(filter(None, (_LABELLED[name].in_words(row[name]) for name in names)))
+    words = {name: _LABELLED[name].in_words(row[name]) for name in names}
+    if "train_images" in words and row.unit != records.IMAGES:
+        words["train_images"] = f"{row.train_images} {SAMPLES}"
+    return ", ".join(filter(None, words.values()))
 
 
 def _sort_key(column: pd.Series) -> pd.Series:

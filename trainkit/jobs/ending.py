@@ -234,7 +234,7 @@ def _how_to_resume(folder: Path, saved: str | None, refused: bool = False) -> st
     if refused:
         return by_a_new_job
     script = job_folder.read_script(folder)
-    number = script.array_element if script and script.array_element else folder.name
+    number = script.number_in_slurm(folder.name) if script else folder.name
     # Slurm forgets a job after MinJobAge, by default five minutes.
     return f"run scontrol requeue {number} within minutes, which resumes it in its folder, or {by_a_new_job}"
 

@@ -10,7 +10,6 @@ job's folder (`job_folder.Outcome`). It needs no packages.
 """
 
 import argparse
-import os
 import shlex
 import socket
 import sys
@@ -84,10 +83,8 @@ def _script(options: argparse.Namespace, words: list[str]) -> str:
     """Return the lines of the log on what the job runs, after a line that is found among other words."""
     if options.plain:
         program, arguments = parse(words)
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        script = program.described(
-            program.in_start(restarts, arguments, options.folder), python=sys.executable
-        )
+        arguments = program.in_start(job_folder.restarts(), arguments, options.folder)
+        script = program.described(arguments, python=sys.executable)
     else:
         path, *arguments = words
         script = Script(path, arguments)

@@ -105,7 +105,7 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     else:
         state, note = "failed", _why(outcome, state_in_slurm)
     script = job_folder.read_script(folder)
-    shown_number = script.array_element if script and script.array_element else number
+    shown_number = script.number_in_slurm(number) if script else number
     return Listed(shown_number, _script_words(script), state, seconds, restarts, note)
 
 

@@ -36,8 +36,8 @@ def run(program: Program, arguments: Sequence[str], noted: bool = False) -> NoRe
     except ValueError as error:
         errors.fail(str(error))
     job_folder.note("started")
-    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    command = _command(program, program.in_start(restarts, arguments, job_folder.here()))
+    arguments = program.in_start(job_folder.restarts(), arguments, job_folder.here())
+    command = _command(program, arguments)
     variables = _variables(program, dist_env)
     _let_signals_through()
     try:
