@@ -1,7 +1,7 @@
 #!/bin/bash
 # Run plain_ddp.py on two nodes with four GPUs each, without the kit: sbatch plain_slurm.sh --epochs 2
-# For a script of your own, replace plain_ddp.py by its name. What prepares your Python (module load, conda activate)
-# goes before srun, unless you have done it in the shell from which you call sbatch.
+# For a script of your own, replace plain_ddp.py with its name. Put the commands that prepare your Python (module load,
+# conda activate) before srun, unless you have run them in the shell from which you call sbatch.
 
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4       # one process per GPU:
@@ -14,7 +14,7 @@
 #SBATCH --open-mode=append        # and continue in the same log
 
 set -euo pipefail
-# The folder of the job stays the same when the job is requeued. The script finds its name in this variable, and saves there.
+# The training saves in the folder that this variable names. The folder stays the same when the job is requeued.
 # To resume the training of job 123 in a new job: TRAINKIT_JOB_DIR=job-123 sbatch plain_slurm.sh
 export TRAINKIT_JOB_DIR=${TRAINKIT_JOB_DIR:-job-$SLURM_JOB_ID}
 mkdir -p "$TRAINKIT_JOB_DIR"
@@ -24,10 +24,10 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
-# Slurm sets the number of a rank in the process that srun starts. The single quotes let that process read it.
-# --cpus-per-task is repeated, because with Slurm 22.05 to 23.02 srun does not take it from #SBATCH, and every rank would
-# share one core with its loader. If a rank fails, srun ends the others (--kill-on-bad-exit). With -u every line is in the
-# log at once, even if the rank is killed.
+# Slurm sets the number of a rank in the process that srun starts. With single quotes that process reads it, not this
+# shell. --cpus-per-task is repeated, because with Slurm 22.05 to 23.02 srun does not take it from #SBATCH, and every
+# rank would share one core with its loader. If a rank fails, srun ends the others (--kill-on-bad-exit). With -u every
+# line is in the log at once, even if the rank is killed.
 # shellcheck disable=SC2016
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID

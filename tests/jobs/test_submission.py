@@ -394,7 +394,7 @@ def test_submitit_a_dry_run_and_a_job_script_ask_for_the_same(checkout: Checkout
         (srun,) = [line for line in sent.splitlines() if line.startswith("srun ")]
         for option in re.findall(r"--(?:kill|wait)\S+", script.partition("\nsrun ")[2]):
             assert option in shlex.split(srun)
-        # srun does not take the job's --cpus-per-task over by itself, and submitit does not give it.
+        # In Slurm 22.05 to 23.02 srun does not inherit --cpus-per-task, and submitit does not repeat it.
         assert "--cpus-per-task=$SLURM_CPUS_PER_TASK" in shlex.split(srun)
         assert '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python -u' in srun
 
