@@ -192,7 +192,7 @@ def reason(error: Exception) -> str:
 
 
 def _on_which_rank() -> str:
-    """Return " on rank N" on all ranks but 0. Each reports its own error, as rank 0 may already be killed."""
+    """Return " on rank N", or "" without a launcher. Every rank reports: rank 0 may be killed already."""
     return f" on rank {rank_of()}" if rank_of() else ""
 
 
