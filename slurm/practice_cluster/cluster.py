@@ -232,10 +232,13 @@ def description(cluster: Cluster) -> list[str]:
     where = "every node is a host of its own" if cluster.hosts else "all nodes are on this host"
     if cluster.mbit:
         where += f", with a network of {cluster.mbit} Mbit/s"
+    gpus = "They are virtual: what trains in them runs on the CPU."
+    if not (cluster.hosts or config.can_prepare_tasks(cluster)):
+        gpus = "If this machine has GPUs, jobs use those: this release of Slurm cannot hide them here."
     option = "" if cluster.name == "practice" else f" --name {cluster.name}"
     return [
         f"{cluster.name} is up, with Slurm {cluster.version}: {', '.join(cluster.node_names)}; {where}.",
-        f"GPUs: {cluster.gpus} per node. They are virtual: what trains in them runs on the CPU.",
+        f"GPUs: {cluster.gpus} per node. {gpus}",
         f"Accounting (sacct): {'on' if cluster.accounting else 'off'}.",
         f"Next: {Path(sys.argv[0])} shell{option}",
     ]

@@ -207,15 +207,18 @@ def _cgroup_conf(cluster: Cluster) -> str:
     return "CgroupPlugin=cgroup/v1\nIgnoreSystemd=yes\n"
 
 
-def _task_prolog(cluster: Cluster) -> str:
-    """Return the prolog's line, but for releases that run it by a copy of slurmstepd: ours is a script.
+def can_prepare_tasks(cluster: Cluster) -> bool:
+    """Return whether Slurm runs our TaskProlog. Some releases need slurmstepd for it, which is a script here.
 
     SchedMD's list of changes calls that a regression; it ended with 24.11.7 and 25.05.2.
     """
     version = _version(cluster)
-    if (24, 11, 0) <= version < (24, 11, 7) or (25, 5, 0) <= version < (25, 5, 2):
-        return ""
-    return f"TaskProlog={cluster.folder}/task_prolog.sh"
+    return not ((24, 11, 0) <= version < (24, 11, 7) or (25, 5, 0) <= version < (25, 5, 2))
+
+
+def _task_prolog(cluster: Cluster) -> str:
+    """Return the line that names the prolog, or nothing for a release that cannot run it."""
+    return f"TaskProlog={cluster.folder}/task_prolog.sh" if can_prepare_tasks(cluster) else ""
 
 
 def _version(cluster: Cluster) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ case $PATH in
 *) echo "export PATH=$bin:$PATH" ;;
 esac
 
-# A node that is not a separate host could open the machine's GPUs. CUDA finds those before the first wrong number.
+# A node that is not a separate host could open the machine's GPUs. CUDA uses only the GPUs that are listed before the
+# first invalid number, so a leading -1 hides them all.
 if [ "$(hostname)" != "$SLURMD_NODENAME" ]; then
     echo "export CUDA_VISIBLE_DEVICES=-1${CUDA_VISIBLE_DEVICES:+,$CUDA_VISIBLE_DEVICES}"
 fi
