@@ -25,8 +25,8 @@ monitor=""            # the process id of the monitor
 code_folder=""        # the folder of a plain script, whose commit git is asked for
 
 # --- what Slurm knows about this job ----------------------------------------------------------------
-# Each job of an array has a number of its own, except one: it has the number of the array, by which Slurm means
-# all of them. A job that was submitted from within a different one inherits its SLURM_ARRAY_... variables.
+# Each job of an array has a number of its own, except one, which has the number of the array. Slurm takes that
+# number to mean all jobs of the array. A job that an array's job has submitted inherits its SLURM_ARRAY_... variables.
 this_job=${SLURM_JOB_ID:-none}
 if [[ ${SLURM_ARRAY_JOB_ID:-} == "$this_job" ]]; then
     this_job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
@@ -48,11 +48,11 @@ unset MASTER_ADDR MASTER_PORT
 # --- the site ---------------------------------------------------------------------------------------
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} && ${SLURM_JOB_NODELIST:-} ]] ||
-    fail "this is no job of Slurm (no SLURM_JOB_ID): send it with sbatch, or python submit.py."
+    fail "this is not a Slurm job (no SLURM_JOB_ID): submit it with sbatch, or python submit.py."
 # The job's own folder, for its checkpoints, samples and notes (trainkit/job_folder.py).
 export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
 watching=$TRAINKIT_JOB_DIR/monitor
-# If this start fails before Python runs, nobody must read how an earlier start ended.
+# If this start fails before Python runs, nobody must read the outcome of an earlier start.
 rm -f "$TRAINKIT_JOB_DIR/outcome.json"
 plain=""
 case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node) plain=1 ;; esac
@@ -64,7 +64,7 @@ else
     DATA_DIR=$TRAINKIT_DATA_DIR
     RESULTS_DIR=$TRAINKIT_RESULTS_DIR
 fi
-# Python would write to a log only in blocks of 8 KiB, and lose the last one when it is killed.
+# Otherwise Python writes to a log in blocks of 8 KiB, and loses the last one when it is killed.
 export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
 
 # USR2 and SIGTERM ask a rank to save a checkpoint and stop. They are held back until it can
@@ -96,7 +96,7 @@ printed() {
 }
 
 # --- what Python decides ----------------------------------------------------------------------------
-# Ask trainkit/jobs/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION OPTIONS... Python has that many seconds,
+# Ask trainkit/jobs/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION OPTIONS... Python's time is limited,
 # because a Python that hangs, for instance in a file system, must not hold a node. If only the site's container has
 # Python, it is asked there, in a step, with a limit of its own. Slurm starts no step in a job that is being requeued.
 in_job() {
@@ -152,7 +152,7 @@ run_monitor() {
         --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${gpus[@]}" "${SITE_SRUN_ARGS[@]}" \
         "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$watching" 2>"$watching/log" &&
         [[ ! -e $watching/verdict.json ]]; then
-        cat >/dev/null # Wait for the end of the job before telling it.
+        cat >/dev/null # wait for the end of the job before printing this
         tell_no_verdict "not sampled to the end: see $watching/log"
     fi
 }
@@ -221,7 +221,7 @@ tell_script() {
 
 # --- the end of the job -----------------------------------------------------------------------------
 # Return whether a job that can resume may return to the queue. Only seconds may remain, so Python is not asked if
-# the answer is certain: at the time limit, and after a signal to the ranks alone, after which they have saved.
+# the answer is certain: at the time limit, and if the ranks have saved after a signal that only they received.
 may_go_back() {
     ((${SLURM_RESTART_COUNT:-0} < SITE_MOST_RESTARTS)) || return 1 # in a trap, `return` alone returns an earlier status
     [[ $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job_end back) == *yes ]]

@@ -26,12 +26,12 @@ activate_environment() {
 # --- the site file ----------------------------------------------------------------------------------
 site=$REPOSITORY/slurm/site.sh
 if [[ -e $site || -L $site ]]; then
-    # An editor on Windows writes these, and bash takes them for a part of the last word of each line.
+    # An editor on Windows writes these characters, and bash takes them for a part of the last word of each line.
     if grep -q -e $'\r' -e $'^\xef\xbb\xbf' "$site"; then
         fail "slurm/site.sh has the line ends or the byte order mark of Windows, which are text to bash: \
 sed -i 's/\r\$//; 1s/^\xef\xbb\xbf//' slurm/site.sh"
     fi
-    # bash only warns of a here-document without an end, and exits with 0.
+    # bash only warns about a here-document without an end, and exits with 0.
     problem=$(LC_ALL=C bash -n "$site" 2>&1) && [[ -z $problem ]] ||
         fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
     ends="slurm/site.sh ends the shell that reads it: leave out exit, exec, and commands that fail."
