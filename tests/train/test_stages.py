@@ -11,6 +11,7 @@ from trainkit.config.options import parse_options
 from trainkit.data import staging
 from trainkit.data.datasets import InMemoryDataset, load_dataset
 from trainkit.data.loaders import DistributedBatchSampler, UnpaddedEvalSampler, eval_loader, train_loader
+from trainkit.data.samplers import ResumableSampler
 from trainkit.distributed.launchers import DistEnv
 from trainkit.training.evaluation import evaluate
 from trainkit.training.model import Net
@@ -124,7 +125,7 @@ def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int)
 
 @pytest.mark.parametrize("images", [96, 97, 100, 101, 103])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-def test_test_shares_cover_the_test_set_once(images: int, world_size: int) -> None:
+def test_test_shards_cover_the_test_set_once(images: int, world_size: int) -> None:
     """In as many steps on every rank, as they may communicate in each."""
     samplers = [UnpaddedEvalSampler(images, 8, rank, world_size) for rank in range(world_size)]
     shards = [list(sampler) for sampler in samplers]
@@ -135,6 +136,17 @@ def test_test_shares_cover_the_test_set_once(images: int, world_size: int) -> No
     assert len({len(shard) for shard in shards}) == 1
     assert [len(sampler) for sampler in samplers] == [len(shard) for shard in shards]
     assert max(len(indices) for shard in shards for indices in shard) <= 8
+
+
+def test_a_sampler_resumes_within_an_epoch_in_the_same_order() -> None:
+    sampler = ResumableSampler(range(20), num_replicas=2, rank=1)
+    sampler.set_epoch(3)
+    whole = list(sampler)
+    assert whole != sorted(whole)
+    sampler.done = 4
+    assert list(sampler) == whole[4:]
+    # Loops count their steps by it.
+    assert len(sampler) == len(whole) == 10
 
 
 def test_another_seed_is_another_order_and_the_same_seed_the_same() -> None:

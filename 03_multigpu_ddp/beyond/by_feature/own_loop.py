@@ -8,8 +8,6 @@ Try: torchrun --standalone --nproc-per-node=2 own_loop.py --epochs 2
 
 import argparse
 import os
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -17,9 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
+from trainkit.data.samplers import ResumableSampler
 from trainkit.signals import obey_the_trainer
 from trainkit.training.checkpoint import Checkpointer
 
@@ -37,15 +36,6 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.conv2(F.relu(self.conv1(x))))
         return self.fc(self.dropout(F.max_pool2d(x, 2).flatten(1)))
-
-
-class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that skips the first `done` samples of an epoch, which are already trained on."""
-
-    done = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(super().__iter__(), self.done, None)
 
 
 def main() -> None:

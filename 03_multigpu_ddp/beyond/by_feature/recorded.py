@@ -10,8 +10,6 @@ Try: torchrun --standalone --nproc-per-node=2 recorded.py --epochs 2
 import argparse
 import os
 import time
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -19,9 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Subset
 from torchvision import datasets, transforms
 
+from trainkit.data.samplers import ResumableSampler
 from trainkit.signals import obey_the_trainer
 from trainkit.training.checkpoint import Checkpointer
 from trainkit.training.recorder import Recorder
@@ -45,15 +44,6 @@ class Net(nn.Module):
         x = self.dropout1(F.max_pool2d(x, 2))
         x = F.relu(self.fc1(x.flatten(1)))
         return self.fc2(self.dropout2(x))
-
-
-class ResumableSampler(DistributedSampler):
-    """A DistributedSampler that skips the first `done` samples of an epoch, which are already trained on."""
-
-    done = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(super().__iter__(), self.done, None)
 
 
 def main() -> None:
