@@ -101,22 +101,24 @@ def check(workspace: Workspace) -> str:
     first, cured = _two([_watched(path) for path in sorted(workspace.folder.glob("runs/*.csv"))])
     _check_images(workspace, cured.row["loader"])
     _check_answers(answers, first, cured)
-    place = "first" if first.kinds[0] == "waiting_for_loader" else "and not as the worst"
+    worst = "as the worst" if first.kinds[0] == "waiting_for_loader" else "though not as the worst"
     times = cured.speed / first.speed
     explained = 100 / (100 - first.waited)
     rest = ""
     if times > MORE_THAN_THE_WAIT * explained and first.row["device_name"].startswith("CPU"):
         rest = (
-            f"The wait explains only {explained:.1f} times. The loader process also took a core from the "
-            "threads of the training, which wait for the slowest of them in every operation: with "
-            "OMP_NUM_THREADS=1 they do not, and the cure gains about what the wait explains. "
+            f"The wait alone explains a factor of {explained:.1f}. In addition, the loader process took a "
+            "core from the threads of the training, which in every operation wait for the slowest of them. "
+            "With OMP_NUM_THREADS=1, the training itself takes about as long beside the loader as without "
+            "it. "
         )
     return (
-        f"Of 100 seconds, the training waited for {first.waited:.0f} (you expected {prediction:g}). Its "
-        f"output does not mention that; the verdict names it, {place}. Now it waits for {cured.waited:.0f}, "
-        f"and is {times:.1f} times as fast, with the same images. {rest}More workers, with a core each, "
-        "would have hidden the wait, until a faster device shows it again. So first look at what is done for "
-        "each image. Do that for a whole batch, or once before the training, and only then add workers."
+        f"Of 100 seconds, the training waited for {first.waited:.0f} (you expected {prediction:g}). Its own "
+        f"lines do not show that, but the verdict names the wait, {worst}. Now it waits for "
+        f"{cured.waited:.0f}, and is {times:.1f} times as fast, with the same images. {rest}More workers, "
+        "with a core each, would have hidden the wait, until a faster device shows it again. So first look "
+        "at what is done for each image. Do that for a whole batch, or once before the training, and only "
+        "then add workers."
     )
 
 
