@@ -139,7 +139,7 @@ def test_compare_chooses_its_epochs_on_gpus_and_scales_strong_and_weak(on_cluste
     again = on_cluster.run(*shlex.split(resume))
     assert "7 runs, 7 of them finished" in again.stdout, again.stdout + again.stderr
     assert "epochs of 900,000 images" in again.stdout
-    assert "to choose the length" not in again.stdout
+    assert "the length of an epoch" not in again.stdout
     assert sorted(on_cluster.sweep.rglob("runs/*.csv")) == before
     failed = on_cluster.python("results/compare.py")
     assert "the run on one GPU with batch 4096 failed, as reported above" in failed.stderr

@@ -645,7 +645,7 @@ def test_a_page_to_share_says_why_there_is_no_answer(plot: Callable, tmp_path: P
     write_run(tmp_path, "slow", [10, 100], **own(1, arguments="--tag=<i>"))
     succeeded(plot(tmp_path, "--out", tmp_path))
     page = (tmp_path / "comparison.html").read_text()
-    assert "one set of runs at a time. Here are 2" in page
+    assert "one set of runs at a time" in page
     assert "--tag &lt;b&gt;" in page and "<b>" not in page
 
 

@@ -157,7 +157,7 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
     predicted = find_options(runs, models, constraints)
     if not predicted.options:
         reasons = "; ".join(predicted.unknown) or "no batch divides evenly among the devices"
-        raise UserError(f"none of the choices can be predicted ({reasons}): give others.")
+        raise UserError(f"none of the choices can be predicted ({reasons}): give different ones.")
     choice = choose(predicted.options, constraints)
     missing = predicted.missing_runs
     if missing and all(option.shape.devices == 1 for option in predicted.options):

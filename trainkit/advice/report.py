@@ -76,8 +76,8 @@ class SeveralSetsError(UserError):
             "with --set N."
         )
         self.sentence = (
-            f"How many GPUs to ask for is answered for one set of runs at a time. Here are {len(run_sets)}: "
-            f"{listed}."
+            f"How many GPUs to ask for can be answered for one set of runs at a time. These runs are of "
+            f"{len(run_sets)}: {listed}."
         )
 
 
@@ -248,7 +248,7 @@ class AnswerText:
             numbers += f", which cost {text(self.price * best.hours)},"
         purpose = f"to {goal}" if "accuracy" in goal else f"for {goal}"
         if not best.runs:
-            certainty = "It was never run, and the models may not hold there"
+            certainty = "This choice was never run, and the models may not hold there"
         elif self.answer.sure >= SURE:
             certainty = "Sure"
         else:
@@ -589,7 +589,7 @@ def _cost_figure(answer: AnswerText, constraints: Constraints) -> "Figure | None
 
 def _title(answer: AnswerText) -> str:
     best = answer.answer.best
-    message = "No choice keeps to what was asked for"
+    message = "No choice meets the request"
     if best:
         minutes = number(interval(best.seconds / 60).middle)
         hours = number(interval(best.hours).middle)

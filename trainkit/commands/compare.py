@@ -202,7 +202,7 @@ def _probe(compared: Sweep, batch: int) -> Probe:
     grid = Grid(stages=(STAGES[SINGLE],), gpus=(1,), batch_sizes=(batch,))
     (run,), _ = alone.planned(grid)
     if not alone.finished(run.name):
-        print_line("first a run on one GPU, to choose the length of an epoch by")
+        print_line("first, a run on one GPU, which decides the length of an epoch")
         sweep_execution.finish(alone, [run], 1, compared.folder)
     csvs = alone.finished(run.name)
     if not csvs:
@@ -229,7 +229,7 @@ def device_counts(gpus: int) -> tuple[int, ...]:
 
 
 def share_batch_size(gpus: int, batch_size: int | None, train_size: int | None) -> int:
-    """Return the batch size per GPU: the next one that divides among all numbers of GPUs.
+    """Return the batch size per GPU: the next one that divides evenly among all numbers of GPUs.
 
     Args:
         gpus: of the largest runs.
@@ -303,34 +303,34 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         "--workers",
         type=at_least(1),
         metavar="N",
-        help="GPUs or CPU workers of the largest runs (default: all GPUs here; of a node in Slurm, or of CPU "
-        f"cores, up to {MOST_WORKERS})",
+        help="GPUs or CPU workers of the largest runs (default: all GPUs here, or of a node in Slurm; "
+        f"without GPUs, up to {MOST_WORKERS} CPU cores)",
     )
     parser.add_argument(
         "--batch-size",
         type=at_least(1, options.MOST_IMAGES),
         metavar="N",
-        help=f"global batch size; on GPUs that of one ({GPU_BATCH_SIZE}, CPU: {CPU_BATCH_SIZE})",
+        help=f"global batch size; with GPUs, that of each (GPUs: {GPU_BATCH_SIZE}, CPU: {CPU_BATCH_SIZE})",
     )
     parser.add_argument(
         "--train-size",
         type=at_least(1, options.MOST_IMAGES),
         metavar="N",
-        help=f"images of an epoch (CPU: {CPU_TRAIN_SIZE})",
+        help=f"images per epoch (CPU: {CPU_TRAIN_SIZE})",
     )
     parser.add_argument(
         "--epochs",
         type=at_least(1, MOST_EPOCHS),
         metavar="N",
-        help=f"of a run, the first to warm up (GPUs: {GPU_EPOCHS}, CPU: {sweep_execution.EPOCHS})",
+        help=f"epochs of a run; the first is a warm-up (GPUs: {GPU_EPOCHS}, CPU: {sweep_execution.EPOCHS})",
     )
     parser.add_argument(
         "--repeats",
         type=at_least(1, MOST_REPEATS),
         metavar="N",
-        help=f"of every run, with other seeds (GPUs: {GPU_REPEATS}, CPU: 1)",
+        help=f"runs of each, with different seeds (GPUs: {GPU_REPEATS}, CPU: 1)",
     )
-    parser.add_argument("--local", action="store_true", help="run here, even if there is a Slurm")
+    parser.add_argument("--local", action="store_true", help="run on this machine, even if there is a Slurm")
     parser.add_argument(
         "--out",
         type=given_path,
@@ -353,11 +353,12 @@ def _gpus_of_a_node(site: Site) -> int:
 
 
 def _shared_by(workers: int, batch_size: int) -> int:
-    """Return the global batch size, or the next larger one that divides among the workers."""
+    """Return the global batch size, or the next larger one that divides evenly among the workers."""
     shared = _next_multiple(batch_size, workers)
     if shared != batch_size:
         print_line(
-            f"global batch size {shared}, the next above {batch_size} that divides among {workers} workers"
+            f"global batch size {shared}, the next above {batch_size} that divides evenly among {workers} "
+            "workers"
         )
     return shared
 

@@ -100,44 +100,50 @@ def _parse() -> argparse.Namespace:
         "--target",
         type=above_0(100),
         metavar="PERCENT",
-        help="the time until this test accuracy counts (default: one that most batches have reached)",
+        help="test accuracy to reach: the time until then counts (default: one most batches have reached)",
     )
-    goal.add_argument("--epochs", type=at_least(1), metavar="N", help="the time of so many epochs counts")
+    goal.add_argument(
+        "--epochs", type=at_least(1), metavar="N", help="count the time of this many epochs instead"
+    )
     parser.add_argument(
-        "--deadline", type=duration, metavar="TIME", help="done within so many minutes, or HH:MM:SS"
+        "--deadline", type=duration, metavar="TIME", help="finish within this time, in minutes or as HH:MM:SS"
     )
-    parser.add_argument("--budget", type=above_0(), metavar="HOURS", help="with so many GPU-hours at most")
+    parser.add_argument("--budget", type=above_0(), metavar="HOURS", help="use at most this many GPU-hours")
     parser.add_argument(
         "--min-efficiency",
         type=above_0(100),
         default=70,
         metavar="PERCENT",
-        help="speedup over one GPU, divided by the GPUs, of at least (default: 70)",
+        help="keep at least this efficiency: speedup over one GPU, divided by the GPUs (default: 70)",
     )
     parser.add_argument(
         "--gpus",
         type=numbers,
         default=(),
         metavar="LIST",
-        help="choose among these (default: those measured, and twice the most)",
+        help="numbers of GPUs to choose from (default: those measured, and twice the largest)",
     )
     parser.add_argument(
         "--batch-size",
         type=numbers,
         default=(),
         metavar="LIST",
-        help="choose among these global batch sizes (default: those measured)",
+        help="global batch sizes to choose from (default: those measured)",
     )
     parser.add_argument(
         "--gpus-per-node",
         type=at_least(1),
         metavar="N",
-        help="that a node of yours has (default: the most that were used in one)",
+        help="GPUs in each of your nodes (default: the most that were used in one)",
     )
-    parser.add_argument("--price", type=above_0(), metavar="X", help="money for a GPU-hour: adds the cost")
-    parser.add_argument("--set", type=at_least(1), metavar="N", help="of runs with several settings, these")
     parser.add_argument(
-        "--json", action="store_true", help="print the answer for a program, and write nothing"
+        "--price", type=above_0(), metavar="X", help="price of a GPU-hour; adds the cost to the answer"
+    )
+    parser.add_argument(
+        "--set", type=at_least(1), metavar="N", help="which set of runs to use, if their settings differ"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the answer as JSON, for a program, and write nothing"
     )
     parser.add_argument(
         "--out", type=given_path, default=RESULTS, help="folder to write to (default: results)"

@@ -45,7 +45,7 @@ def _show_what_was_asked(jobs_dir: Path) -> None:
             rows.append(row)
     print_table(rows)
     print_line(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume may take.")
-    print_line("It is unknown (-) of jobs that run, and of those that did not end well.")
+    print_line("It is unknown (-) for jobs that still run, and for those that failed.")
     print_line("Jobs without samples, or without Slurm, are left out.")
 
 

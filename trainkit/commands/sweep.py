@@ -34,8 +34,8 @@ NOTES = """\
 Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
 `python 03_multigpu_ddp/mnist_ddp.py --help` lists them.
 
-To continue after a break, give the same command with the --out that the sweep has printed. Finished runs
-are kept, jobs still in Slurm are watched again, failed ones are submitted again. Longer lists add runs.
+To resume a sweep, give the same command with the --out that it has printed. Finished runs are kept,
+jobs still in Slurm are watched again, failed ones are submitted again. Longer lists add runs.
 
 In the arguments of a plain script, and in --when-requeued, {gpus}, {nodes}, {batch}, {batch/gpus} and
 {folder}, the run's own folder, stand for those of each run:
@@ -208,7 +208,7 @@ def _loaders(own_options: argparse.Namespace) -> tuple[int | None, ...]:
     if loaders is None:
         loaders = ("workers",) if own_options.num_workers else ("resident",)
     if own_options.num_workers and "workers" not in loaders:
-        raise UserError("--num-workers needs --loader workers: add that, or leave it out.")
+        raise UserError("--num-workers needs --loader workers: add that, or leave out --num-workers.")
     numbers: list[int | None] = []
     for loader in loaders:
         if loader == "resident":
@@ -228,7 +228,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         "--epochs",
         default=str(sweep_execution.EPOCHS),
         metavar="N",
-        help=f"of every run (default: {sweep_execution.EPOCHS}, the first to warm up)",
+        help=f"epochs of every run, with the first as warm-up (default: {sweep_execution.EPOCHS})",
     )
     own_words, for_training = submission.split(sys.argv[1:])
     own_options, unknown = parser.parse_known_args(own_words)
@@ -254,7 +254,7 @@ def _add_lists(parser: Parser) -> None:
         type=list_of(one_of(STAGES)),
         default=tuple(STAGES),
         metavar="LIST",
-        help="of single, dp and ddp (default: all)",
+        help="which of single, dp and ddp to run (default: all)",
     )
     trainings.add_argument(
         "--script",
@@ -271,13 +271,13 @@ def _add_lists(parser: Parser) -> None:
     )
     add_options(matrix)
     matrix.add_argument(
-        "--gpus", type=numbers, default=(1, 2), metavar="LIST", help="GPUs of a run (default: 1,2)"
+        "--gpus", type=numbers, default=(1, 2), metavar="LIST", help="numbers of GPUs (default: 1,2)"
     )
     matrix.add_argument(
         "--batch-size",
         type=numbers,
         metavar="LIST",
-        help="batch sizes (default: 256); of a plain script, which gets them as {batch} or {batch/gpus}",
+        help="batch sizes (default: 256); a plain script gets them as {batch} or {batch/gpus}",
     )
     matrix.add_argument(
         "--vary",
@@ -285,8 +285,8 @@ def _add_lists(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="NAME=LIST",
-        help="values of an option of the script: each stands where its arguments say {NAME}, or behind them "
-        "as --NAME VALUE; may be given several times",
+        help="values of an option of the script; each replaces {NAME} in its arguments, "
+        "or follows them as --NAME VALUE; may be given several times",
     )
     matrix.add_argument(
         "--scaling",
@@ -299,13 +299,13 @@ def _add_lists(parser: Parser) -> None:
         "--loader",
         type=list_of(one_of(("resident", "workers"))),
         metavar="LIST",
-        help="of resident and workers (default: resident, or workers if --num-workers is given)",
+        help="which of resident and workers to use (default: resident, or workers if --num-workers is given)",
     )
     matrix.add_argument(
         "--num-workers",
         type=list_of(at_least(0, 256)),
         metavar="LIST",
-        help="loader processes of each process, for --loader workers (default: 0)",
+        help="loader processes per rank, for --loader workers (default: 0)",
     )
     matrix.add_argument(
         "--train-size",
@@ -319,27 +319,32 @@ def _add_lists(parser: Parser) -> None:
         type=at_least(1, 1000),
         default=1,
         metavar="N",
-        help="of each, with another seed (default: 1)",
+        help="runs of each, with different seeds (default: 1)",
     )
 
 
 def _add_constraints(parser: Parser) -> None:
     """Add what the answer to how many GPUs to ask for is to keep to."""
     answer = parser.add_argument_group("how many GPUs to ask for")
-    wishes = "of the training that you plan: "
+    wishes = "for the training that you plan: "
     answer.add_argument(
-        "--target", type=above_0(100), metavar="PERCENT", help=f"{wishes}the test accuracy it is to reach"
+        "--target", type=above_0(100), metavar="PERCENT", help=f"{wishes}the test accuracy to reach"
     )
     answer.add_argument(
-        "--deadline", type=time_limit, metavar="LIMIT", help=f"{wishes}its time, as HH:MM:SS or in minutes"
+        "--deadline",
+        type=time_limit,
+        metavar="LIMIT",
+        help=f"{wishes}the time it may take, as HH:MM:SS or in minutes",
     )
-    answer.add_argument("--budget", type=above_0(), metavar="HOURS", help=f"{wishes}its GPU-hours")
+    answer.add_argument(
+        "--budget", type=above_0(), metavar="HOURS", help=f"{wishes}the GPU-hours it may cost"
+    )
     answer.add_argument(
         "--min-efficiency",
         type=above_0(100),
         default=70,
         metavar="PERCENT",
-        help=f"{wishes}its efficiency (default: 70)",
+        help=f"{wishes}the least efficiency (default: 70)",
     )
 
 
@@ -347,23 +352,25 @@ def _add_jobs(parser: Parser) -> None:
     """Add how the runs are sent as jobs."""
     jobs = parser.add_argument_group("jobs")
     jobs.add_argument(
-        "--max-jobs", type=at_least(1), default=4, metavar="N", help="that run at a time (default: 4)"
+        "--max-jobs", type=at_least(1), default=4, metavar="N", help="jobs that run at a time (default: 4)"
     )
     jobs.add_argument(
         "--gpus-per-node",
         type=at_least(1),
         metavar="N",
-        help="GPUs that a node has: ddp runs with more are spread over several (default: all on one node)",
+        help="GPUs per node: ddp runs with more are spread over several nodes (default: all on one node)",
     )
     jobs.add_argument(
-        "--cpus-per-gpu", type=at_least(1), default=2, metavar="N", help="CPU cores (default: 2)"
+        "--cpus-per-gpu", type=at_least(1), default=2, metavar="N", help="CPU cores per GPU (default: 2)"
     )
-    jobs.add_argument("--partition", metavar="NAME", help="default: the site file's, or the cluster's")
+    jobs.add_argument(
+        "--partition", metavar="NAME", help="partition (default: the site file's, or the cluster's)"
+    )
     jobs.add_argument(
         "--time",
         type=time_limit,
         metavar="LIMIT",
-        help="of a job, as HH:MM:SS or in minutes (default: the site file's, or "
+        help="time limit of a job, as HH:MM:SS or in minutes (default: the site file's, or "
         f"{submission.DEFAULT_MINUTES})",
     )
     jobs.add_argument(
@@ -371,7 +378,7 @@ def _add_jobs(parser: Parser) -> None:
         action="store_true",
         help="start each run of a plain script in its own folder, instead of here",
     )
-    jobs.add_argument("--local", action="store_true", help="run here, even if there is a Slurm")
+    jobs.add_argument("--local", action="store_true", help="run on this machine, even if there is a Slurm")
     jobs.add_argument("--dry-run", action="store_true", help="print the runs, and submit nothing")
     jobs.add_argument(
         "--out",

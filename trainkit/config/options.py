@@ -470,7 +470,7 @@ def _completed(values: dict[str, object]) -> dict[str, object]:
             "leave it out."
         )
     if values["num_workers"] and values["loader"] != "workers":
-        raise UserError("--num-workers needs --loader workers: add that, or leave it out.")
+        raise UserError("--num-workers needs --loader workers: add that, or leave out --num-workers.")
     if values["resume"] == "auto" and not values["checkpoint_dir"]:
         raise UserError("--resume auto needs --checkpoint-dir: give the folder with the checkpoints.")
     if values["dry_run"]:
