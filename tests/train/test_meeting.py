@@ -57,7 +57,7 @@ def test_another_program_has_the_port(rank: int, says: str, tmp_path: Path, scri
             threading.Thread(target=talk, args=[server], daemon=True).start()
         place = alone_at("localhost", server.getsockname()[1], rank)
         done = script("ddp", *SMALL, "--timeout", 1, "--results-dir", tmp_path, env=place)
-    assert re.search("another program .*another MASTER_PORT", failed(done)), done.stderr
+    assert re.search("another program .*different MASTER_PORT", failed(done)), done.stderr
 
 
 @pytest.mark.parametrize("of", ["4 processes", None], ids=["of another size", "that says nothing"])
@@ -67,4 +67,6 @@ def test_the_store_of_another_training(of: str | None, tmp_path: Path, script: S
         store.set("training", of)
     place = alone_at("localhost", store.port)
     done = script("ddp", *SMALL, "--timeout", 1, "--results-dir", tmp_path, env=place)
-    assert re.search("of another training .*2 processes.*another MASTER_PORT", failed(done)), done.stderr
+    assert re.search("to a different training .*2 processes.*different MASTER_PORT", failed(done)), (
+        done.stderr
+    )

@@ -273,16 +273,16 @@ def test_a_mistake_in_a_copied_stage_is_one_sentence(
 @pytest.mark.parametrize(
     ("before", "line", "told"),
     [
-        ("opts = ", "sys.argv += ['--lr', os.environ['RANK'] + '.1']", "another --lr: start all"),
+        ("opts = ", "sys.argv += ['--lr', os.environ['RANK'] + '.1']", "different --lr: start all"),
         (
             "opts = ",
             "sys.argv += ['--recipe', 'fast'] * int(os.environ['RANK'])",
-            "another --recipe, ",
+            "different --recipe, ",
         ),
         (
             "run = Run",
             "Stories.name = f'stories {dist_env.rank}'",
-            "another --dataset: start all ranks alike.",
+            "different --dataset: start all ranks alike.",
         ),
         (
             "model, second",

@@ -46,7 +46,7 @@ def test_tf32_is_set_for_all_layers_and_recorded(gpu: Callable) -> None:
     ("where", "sentence"),
     [
         (None, r"needs an NVIDIA GPU of compute capability 8.0 or newer \(A100, H100\), not CPU: "),
-        (((7, 5),), "not a GPU: use such a GPU, or another --precision."),
+        (((7, 5),), "not a GPU: use such a GPU, or a different --precision."),
         (((9, 4), "6.4"), "not a GPU: "),
     ],
     ids=["CPU", "older GPU", "ROCm"],

@@ -16,7 +16,7 @@ from trainkit.distributed.names import Problem
 
 # A machine of the same cluster answers at once, if it does.
 PROBE_TIMEOUT_SECONDS = 5
-ANOTHER_PORT = "start again with another MASTER_PORT; a job that is submitted again has another by itself"
+DIFFERENT_PORT = "start again with a different MASTER_PORT; a job that is submitted again gets one by itself"
 DOCTOR = "`python slurm/doctor.py --job` tests the network between the nodes"
 
 
@@ -32,7 +32,7 @@ def no_store(master: str, port: int, opens_it: bool, error: Exception) -> Proble
     # github.com/pytorch/pytorch/issues/116974: another job on the same node. libuv begins the words with a
     # small letter (issue 191560).
     if "address already in use" in str(error).lower():
-        return Problem(f"another program on {node()} has port {port}", ANOTHER_PORT)
+        return Problem(f"another program on {node()} has port {port}", DIFFERENT_PORT)
     # github.com/hpcaitech/ColossalAI/issues/2841: a hostname that means nothing.
     problem_of_names = names.problem(master, gloo=False)
     if problem_of_names:
@@ -47,7 +47,7 @@ def no_store(master: str, port: int, opens_it: bool, error: Exception) -> Proble
     # It answers now. But PyTorch has asked whether it is a store only if it could connect.
     if re.search("timed out after .* trying to connect|failed to connect to any", str(error)):
         return Problem(f"it answers {node()} only now", "give more --timeout")
-    return Problem("what answers there is no store of PyTorch: another program has the port", ANOTHER_PORT)
+    return Problem("what answers there is no store of PyTorch: another program has the port", DIFFERENT_PORT)
 
 
 def _try_to_connect(master: str, port: int) -> Problem | None:
@@ -90,7 +90,9 @@ def foreign(own: str, other: str) -> Problem:
     Rank 0 of `own` could not open the port, and the others would wait in the wrong store
     (github.com/pytorch/pytorch/issues/129367).
     """
-    return Problem(f"the store there is of another training ({other}; this one: {own})", ANOTHER_PORT)
+    return Problem(
+        f"the store there belongs to a different training ({other}; this one: {own})", DIFFERENT_PORT
+    )
 
 
 def not_connected(gloo: bool, nodes: int) -> Problem | None:

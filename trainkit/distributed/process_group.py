@@ -20,7 +20,7 @@ import torch.distributed.nn.functional  # imported within a group, it would keep
 from trainkit.devices import accelerator_of, card, choose_device, gpus
 from trainkit.distributed import debugging, launchers, meeting
 from trainkit.distributed.launchers import DistEnv
-from trainkit.distributed.meeting import ANOTHER_PORT, DOCTOR
+from trainkit.distributed.meeting import DIFFERENT_PORT, DOCTOR
 from trainkit.distributed.names import Problem
 from trainkit.errors import PeerError, UserError, explain, fail, first_line
 
@@ -165,7 +165,7 @@ def _reach_store(dist_env: DistEnv, timeout: timedelta) -> dist.Store:
     Raises:
         UserError: if it cannot be reached, or opened.
     """
-    silent = Problem("what answers there says nothing: another program has the port", ANOTHER_PORT)
+    silent = Problem("what answers there says nothing: another program has the port", DIFFERENT_PORT)
     # PyTorch asks a silent server again and again, each time for the whole timeout.
     with _at_most(timeout, str(_could_not_meet(dist_env, silent))):
         try:

@@ -466,7 +466,7 @@ class Checkpointer:
                 differ.append(f"{name} {value}")
         if differ:
             raise UserError(
-                f"{path} was made with {', '.join(differ)}: give the same, or another folder for checkpoints."
+                f"{path} was made with {', '.join(differ)}: give the same, or a different folder."
             )
         return checkpoint
 

@@ -27,7 +27,7 @@ def set_float32_precision(precision: str, device: torch.device) -> None:
     if precision == "tf32" and not accelerator_of(device).supports_tf32(device):
         raise UserError(
             "--precision tf32 needs an NVIDIA GPU of compute capability 8.0 or newer (A100, H100), not "
-            f"{device_name(device)}: use such a GPU, or another --precision."
+            f"{device_name(device)}: use such a GPU, or a different --precision."
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch 2.9 recommends switches that other versions lack

@@ -151,7 +151,9 @@ class Recorder:
             ) from None
         of_ranks = process_group.gather(numbers)
         if any(of_rank.keys() != numbers.keys() for of_rank in of_ranks):
-            raise UserError(f"the ranks give epoch {self._epoch} other metrics: give the same names on all.")
+            raise UserError(
+                f"the ranks give epoch {self._epoch} different metrics: give the same names on all."
+            )
         if self._drift:
             self._drift.check()
             self._drift = None

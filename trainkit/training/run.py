@@ -246,7 +246,7 @@ class Run:
             ]
             if differing:
                 names = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
-                raise UserError(f"rank {rank} was started with another {names}: start all ranks alike.")
+                raise UserError(f"rank {rank} was started with a different {names}: start all ranks alike.")
 
     def _open_checkpoints(self) -> Checkpointer:
         if self.sharded:
@@ -374,7 +374,7 @@ class Run:
         if done.steps >= steps:
             raise UserError(
                 f"the checkpoint is of step {done.steps} of an epoch, and now one has {steps} steps: give "
-                "another --checkpoint-dir."
+                "a different --checkpoint-dir."
             )
         return done
 

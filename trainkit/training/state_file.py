@@ -141,7 +141,7 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
             _load_optimizer(part, state[name])
         elif isinstance(part, torch.Tensor):
             if part.shape != state[name].shape:
-                raise ValueError(f"{name} has another shape")
+                raise ValueError(f"{name} has a different shape")
             part.copy_(state[name])
         else:
             part.load_state_dict(state[name])

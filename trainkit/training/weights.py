@@ -47,7 +47,7 @@ def check_equal(parts: dict[str, object], way: str) -> None:
     """Check that each of `parts` has weights of the same names and shapes on all ranks; call it on all.
 
     Raises:
-        UserError: "<name> has other weights on rank <N> ...: <way>".
+        UserError: "<name> has different weights on rank <N> ...: <way>".
     """
     shapes = {
         name: {label: tuple(value.shape) for label, value in _weights_of(part)}
@@ -58,8 +58,7 @@ def check_equal(parts: dict[str, object], way: str) -> None:
         for name, shapes_on_rank_0 in first.items():
             if other.get(name, shapes_on_rank_0) != shapes_on_rank_0:
                 raise UserError(
-                    f"{name} has other weights on rank {rank} than on rank 0, which alone would be saved: "
-                    f"{way}"
+                    f"{name} has different weights on rank {rank} than on rank 0, which saves them: {way}"
                 )
 
 
