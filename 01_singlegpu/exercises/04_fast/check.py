@@ -116,11 +116,11 @@ def check(workspace: Workspace) -> str:
     if remaining:
         raise Wrong(f"{len(symptoms) - len(remaining)} of {len(symptoms)} repaired. Next: {remaining[0]}")
     return (
-        f"All {len(symptoms)} are repaired. You expected that the CPU waits in {prediction:g} places of a "
+        f"All {len(symptoms)} are repaired. You predicted that the CPU waits in {prediction:g} places of a "
         f"step. At first there were {PLACES}: the two copies, the `if` of the network, and `loss.item()`. "
         "In each of them the CPU waits until the GPU has nothing left to do, so the next kernel comes late. "
-        "None of the eight gave an error. On a GPU each only makes a step a little longer, but a profile "
-        "shows them by name."
+        "None of the eight gave an error. On a GPU each of them only makes the training a little slower, but "
+        "a profile shows most of them by name."
     )
 
 
@@ -157,12 +157,12 @@ def in_one_process(loaded: Loaded) -> str | None:
     first, second = loaded.processes
     if os.getpid() in first:
         return (
-            "The images are prepared in the process that trains. While it prepares a batch, it launches "
-            "nothing, and the GPU waits. Who else could prepare the next batch?"
+            "The images are prepared in the process that trains. While this process prepares a batch, it "
+            "launches nothing, and the GPU waits. Who else could prepare the next batch?"
         )
     if first != second:
         return (
-            "Every epoch has new loader workers, and waits until they have started. Let the workers of the "
+            "Every epoch starts new loader workers, and waits until they are ready. Let the workers of the "
             "first epoch serve all epochs."
         )
     return None
@@ -360,7 +360,7 @@ def compiled_again(program: ModuleType, sizes: list[int]) -> str | None:
         return (
             f"torch.compile compiles the network {len(graphs)} times, since the batches of an epoch have "
             f"{', '.join(map(str, sizes))} images. Each time, the training waits for seconds or minutes. "
-            "Give all batches the same size, as a CUDA graph needs it, too."
+            "Give all batches the same size, which a CUDA graph needs, too."
         )
     return None
 
