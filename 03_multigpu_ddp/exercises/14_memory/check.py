@@ -1,5 +1,7 @@
 """Calculates each part of the memory, and lets the script measure the whole."""
 
+import torch
+
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
@@ -77,8 +79,10 @@ def check(workspace: Workspace) -> str:
     for name in PARTS:
         judge(answers, name)
     if answers.word("halved", "weights", "gradients", "optimizer", "activations") != "activations":
-        raise Wrong("`halved`: with DDP, each GPU has all of the network, and half of the samples.")
-    measured = workspace.module("memory.py").measure(layers=8, width=512, batch=2048)
+        raise Wrong("`halved`: with DDP, each of two GPUs has all of the network, and half of the samples.")
+    program = workspace.module("memory.py")
+    program.OPTIMIZER = torch.optim.AdamW  # the learner may have left SGD there
+    measured = program.measure(layers=8, width=512, batch=2048)
     return (
         f"The fullest moment has {measured['fullest']:.0f} MB; you predicted {prediction:g}. It is the start "
         "of the backward pass. Then weights, AdamW's means, the batch and all activations are in memory "
