@@ -41,17 +41,18 @@ HINTS = """\
 ## 1
 
 `grep -n via` shows the ways in a log. Then look for the line that says how many ranks and nodes there are:
-newer releases write `nRanks` and `nNodes`. Where it is missing, look for the highest rank.
+newer releases write `nRanks` and `nNodes`. If a log has no such line, look for the highest rank.
 
 ## 2
 
-`Bootstrap` is how the ranks meet, not how they send gradients. `Using network ...` and `via NET/...` say
-what carries the data between nodes. Variables that somebody has set are in lines `... set by environment to`.
+`Bootstrap` is how the ranks meet, not how they send gradients. `Using network ...` and `via NET/...` show
+what carries the data between nodes. Lines with `set by environment to` show which variables somebody has set.
 
 ## 3
 
-In `c`, NCCL spreads its channels over the interfaces of its list: `NET/Socket/3` is `[3]br-3d94...`. Which of
-them does the other node know? `NCCL_SOCKET_IFNAME` chooses.
+In `c`, NCCL spreads its channels over all interfaces of its list: `NET/Socket/3` is `[3]br-3d94...`. Each
+`br-...` and `veth...` belongs to the containers of one node. Which interface can the other node reach?
+`NCCL_SOCKET_IFNAME` chooses it.
 """
 STARTS_WITH = "`prediction`"
 WRONG = [
@@ -118,7 +119,7 @@ FACTS = {
             "ib": "`ibs85f0` and `ib0` are interfaces of InfiniBand cards, but NCCL uses them with TCP. What "
             "does it say behind `Using network`?"
         },
-        "rank 1 is on one node, rank 8 on the other. How does it reach it?",
+        "rank 1 is on one node, rank 8 on the other. How does rank 1 reach rank 8?",
     ),
     "cause_b": Fact(
         "nccl_ib_disable",
