@@ -8,8 +8,8 @@ from typing import NamedTuple
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
-# Before you start a run: with all gradients in one bucket, how many percent of its all-reduce are hidden?
-prediction = 0
+# Before you start a run: with all gradients in one bucket, what percentage of its all-reduce is hidden?
+prediction = 0  # percent
 
 # Rank 0 of `small`, its last step
 longest = backward     # the longest of data, forward, backward, optimizer
@@ -19,7 +19,7 @@ exposed_small = 5.4    # ms of communication from then on
 
 # Rank 0 of `one`, its last step
 buckets_one = 1
-exposed_one = 7.8      # ms
+exposed_one = 7.8      # ms of communication after the bucket is handed over
 
 # `late`, the last step
 wait_late = 62         # ms in which the all-reduce of rank 0 only waits for rank 1
@@ -35,16 +35,16 @@ the profiler, and can call `export_chrome_trace`. The name of the file needs the
 ## 2
 
 `c10d::allreduce_` is the call in which DDP hands a bucket over, and returns at once. `gloo:all_reduce`, on
-another thread, is the communication. When the last bucket is handed over, the last gradient is computed: what
-runs before is hidden, what runs later is exposed. `backward` is longer than both, as it ends when all
-gradients have arrived.
+a different thread, is the communication. When the last bucket is handed over, the last gradient is computed.
+Communication before that moment is hidden, and communication after it is exposed. `backward` ends only when
+all gradients have arrived, so its bar includes both.
 
 ## 3
 
 `schedule=schedule(wait=1, warmup=2, active=2, repeat=1)`, and `with record_function("data"):` around each
 phase. `exposed` is the end of the last `gloo:all_reduce` minus the start of the last `c10d::allreduce_`. For
-`wait_late`, subtract: the bar of rank 0 in `late` ends when that of rank 1 ends, and only that much of it
-moves data.
+`wait_late`, subtract durations: the two bars of `gloo:all_reduce` in `late` end at the same time, and the bar
+of rank 1 is as long as the communication takes. The rest of the bar of rank 0 is waiting.
 """
 SOLUTION = {
     "train.py": """\
@@ -92,7 +92,7 @@ WRONG = [
     (OF_SMALL, '"name": "backward"', '"name": "back"', "has no range `backward`"),
     (OF_SMALL, "gloo:all_reduce", "gloo:broadcast", "has no all-reduce"),
     ("runs/late.rank-1.json", '"name": "data", "pid"', '"name": "loading", "pid"', "has no range `data`"),
-    ("answers.txt", "longest = backward", "longest = forward", "another phase longer"),
+    ("answers.txt", "longest = backward", "longest = forward", "A different phase is longer"),
     ("answers.txt", "buckets_small = 6", "buckets_small = 12", "twice as many"),
     ("answers.txt", "buckets_small = 6", "buckets_small = 24", "one step of one rank"),
     ("answers.txt", "hidden_small = 17", "hidden_small = 39", "adds up all bars"),
@@ -177,12 +177,12 @@ def check(workspace: Workspace) -> str:
     in_small, in_one = small[-1], one[-1]
     return (
         f"With {len(in_small.all_reduces)} buckets, {in_small.hidden:.1f} ms of the communication were "
-        f"hidden behind the backward pass, and {in_small.exposed:.1f} ms exposed. With one bucket, "
-        f"everything was exposed, {in_one.exposed:.1f} ms: the bucket is full when the last gradient is "
-        f"there (you predicted that {prediction:g} % would be hidden). In `late`, rank 0 looks as if the "
-        f"network were slow, and waits {wait:.0f} ms for the loader of rank 1, which only the trace of rank "
-        "1 shows. On CPUs even hidden communication is not free, as gloo's threads take cores from the "
-        "backward pass. In a trace of GPUs, read the rows of the GPU: NCCL's kernels are on a stream of "
+        f"hidden behind the backward pass, and {in_small.exposed:.1f} ms were exposed. With one bucket, all "
+        f"of it was exposed, {in_one.exposed:.1f} ms, since the bucket is full only when the last gradient "
+        f"is computed (you predicted that {prediction:g} % would be hidden). In `late`, the network looks "
+        f"slow on rank 0. In fact rank 0 waits {wait:.0f} ms for the loader of rank 1, which only the trace "
+        "of rank 1 shows. On CPUs even hidden communication is not free, as gloo's threads take cores from "
+        "the backward pass. In a trace of GPUs, read the rows of the GPU: NCCL's kernels are on a stream of "
         "their own, and `backward` returns before the GPU has done its work."
     )
 
@@ -202,7 +202,7 @@ def _read_rank(workspace: Workspace, run: str, rank: int) -> list[Step]:
     try:
         trace = json.loads(workspace.text(f"runs/{run}.rank-{rank}.json"))
     except ValueError:
-        raise Wrong(f"{name} is broken off: was it written by two ranks, or was the run stopped?") from None
+        raise Wrong(f"{name} is broken off. Did two ranks write it, or was the run stopped?") from None
     of = trace.get("distributedInfo", {}).get("rank", rank)
     if of != rank:
         raise Wrong(f"{name} is a trace of rank {of}: each rank writes its own.")
@@ -214,15 +214,15 @@ def _read_rank(workspace: Workspace, run: str, rank: int) -> list[Step]:
     steps = [_step(name, bar, bars) for bar in bars if STEP.fullmatch(bar.name)]
     if not steps:
         raise Wrong(
-            f"{name} does not know where a step begins, so it holds the whole run, with the first batch of "
-            "the loader and the connections. Give the profiler a `schedule`, and call `profiler.step()` at "
-            "the end of each step."
+            f"{name} does not show where a step begins, so it holds the whole run, with the first batch of "
+            "the loader and the time to connect. Give the profiler a `schedule`, and call `profiler.step()` "
+            "at the end of each step."
         )
     if steps[0].number < SETTLED:
         raise Wrong(
             f"{name} begins with step {steps[0].number}. The first steps are not like the others: the loader "
-            "prepares its first batch, gloo connects, memory is reserved, and DDP arranges its buckets anew "
-            "after step 0. Let the schedule skip three steps, with `wait` and `warmup`."
+            "prepares its first batch, gloo connects, memory is reserved, and DDP rebuilds its buckets after "
+            "step 0. Let the schedule skip three steps, with `wait` and `warmup`."
         )
     for step in steps:
         _check_step(name, step)
@@ -235,8 +235,8 @@ def _check_that_it_exists(workspace: Workspace, run: str, rank: int) -> None:
         return
     if rank == 1:
         raise Wrong(
-            f"mine/runs has a trace of rank 0 of `{run}`, and none of rank 1. Whether rank 0 communicates or "
-            "waits for rank 1 is seen only with both: let every rank write a file."
+            f"mine/runs has a trace of rank 0 of `{run}`, and none of rank 1. Only both together show "
+            "whether rank 0 communicates or waits for rank 1. Let every rank write a file."
         )
     raise Wrong(
         f"mine/runs has no {run}.rank-0.json. Start the run `{run}` of the README, or take our traces with "
@@ -264,7 +264,10 @@ def _check_step(name: str, step: Step) -> None:
                 f"({', '.join(PHASES)}) into a `record_function` of that name."
             )
     if not step.handed_over or not step.all_reduces:
-        raise Wrong(f"{name}: step {step.number} has no all-reduce. Is the network still one of DDP's?")
+        raise Wrong(
+            f"{name}: step {step.number} has no all-reduce. Is the network still wrapped in "
+            "DistributedDataParallel?"
+        )
 
 
 def _check_longest(answers: Answers, small: list[Step]) -> None:
@@ -273,7 +276,7 @@ def _check_longest(answers: Answers, small: list[Step]) -> None:
     longest = max(bar.duration for bar in step.phases.values())
     if step.phases[answer].duration < (1 - GENEROUS) * longest:
         raise Wrong(
-            f"`longest`: `{answer}` takes {step.phases[answer].duration:.1f} ms, and another phase longer."
+            f"`longest`: `{answer}` takes {step.phases[answer].duration:.1f} ms. A different phase is longer."
         )
 
 
@@ -284,8 +287,9 @@ def _check_buckets(answers: Answers, name: str, steps: list[Step]) -> None:
         return
     if answer == len(step.handed_over) + len(step.all_reduces):
         raise Wrong(
-            f"`{name} = {answer:g}` is twice as many. `c10d::allreduce_` is the call in which DDP hands a "
-            "bucket over, and `gloo:all_reduce` is the communication; and the trace has two steps."
+            f"`{name} = {answer:g}` is twice as many. Count only the bars `gloo:all_reduce`, which are the "
+            "communication, and only those of one of the two steps. In `c10d::allreduce_` DDP only hands a "
+            "bucket over."
         )
     raise Wrong(f"`{name}`: count the bars `gloo:all_reduce` in one step of one rank.")
 
@@ -297,8 +301,8 @@ def _check_hidden(answers: Answers, small: list[Step]) -> None:
     step = small[-1]
     if _near(answer, [sum(bar.duration for bar in step.all_reduces)]):
         raise Wrong(
-            f"`hidden_small = {answer:g}` adds up all bars. Several run at the same time, and some when "
-            "nothing is left to compute."
+            f"`hidden_small = {answer:g}` adds up all bars. But several all-reduces run at the same time, "
+            "and some run when nothing is left to compute."
         )
     if _near(answer, [step.hidden + step.exposed]):
         raise Wrong(f"`hidden_small = {answer:g}` is all of the communication: only a part of it is hidden.")
@@ -315,16 +319,16 @@ def _check_exposed(answers: Answers, name: str, steps: list[Step]) -> None:
     step = steps[-1]
     if answer == 0:
         raise Wrong(
-            f"`{name} = 0`: all bars are inside `backward`, but it computes nothing any more when the last "
-            "bucket has been handed over. From then on it waits for the communication."
+            f"`{name} = 0`: all bars are inside `backward`, but after the last bucket is handed over, "
+            "`backward` computes nothing more. From then on it waits for the communication."
         )
     if _near(answer, [step.phases["backward"].duration]):
         raise Wrong(f"`{name} = {answer:g}` is the whole of `backward`, which computes most of the time.")
     if _near(answer, [sum(bar.duration for bar in step.all_reduces)]):
         raise Wrong(f"`{name} = {answer:g}` adds up all bars, with those that are hidden.")
     raise Wrong(
-        f"`{name}`: measure from the start of the last `c10d::allreduce_`, when the last gradient is there, "
-        "until the end of the last `gloo:all_reduce`."
+        f"`{name}`: measure from the start of the last `c10d::allreduce_`, when the last gradient is "
+        "computed, until the end of the last `gloo:all_reduce`."
     )
 
 
@@ -361,12 +365,13 @@ def _check_wait(answer: float, wait: float, of_rank_0: Step, of_rank_1: Step) ->
         )
     if nearest == whole:
         raise Wrong(
-            f"`wait_late = {answer:g}` is the whole bar of rank 0. Data moves as soon as rank 1 is there: "
-            "that part is communication."
+            f"`wait_late = {answer:g}` is the whole bar of rank 0. As soon as rank 1 is there, data moves, "
+            "and that part of the bar is communication."
         )
     if nearest == communication:
         raise Wrong(
-            f"`wait_late = {answer:g}` is the communication itself, the bar of rank 1. The rest waits."
+            f"`wait_late = {answer:g}` is the communication itself, the bar of rank 1. In the rest of its "
+            "bar, rank 0 waits."
         )
 
 
