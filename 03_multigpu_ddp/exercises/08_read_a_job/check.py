@@ -23,7 +23,7 @@ how = killed       # exception, killed, network, time_limit or hung
 line = 40          # the number of a line of ranks.txt
 
 # 3. The four jobs with GPUs
-job = 3            # its number
+job = 3            # the number of the one with idle GPUs
 idle = 2           # how many of its GPUs
 gpu_hours = 0.111  # of these GPUs
 """
@@ -123,7 +123,7 @@ def check(workspace: Workspace) -> str:
         "ends leaves no message. Slurm's lines, and MaxRSS beside ReqMem, say why it ended. Of the four "
         f"ranks {tracebacks} wrote a traceback (you predicted {prediction:g}), but these only complain that "
         f"rank 2 is gone. Job {wasteful.number} ended without an error, but paid {wasted:.3f} GPU-hours for "
-        "GPUs without a rank: compare the GPUs in AllocTRES with the ranks of every job. Your script asks "
+        "GPUs without a rank. So compare the GPUs in AllocTRES with the ranks of each job. Your script asks "
         f"for {ranks} ranks on {nodes} node{'s' * (nodes > 1)}. {asked}"
     )
 
@@ -147,7 +147,7 @@ def _check_cores(answer: float) -> None:
     if is_close(answer, 1 / true, 0.05):
         raise Wrong(f"`busy_cores = {answer:g}` is upside down: divide TotalCPU by Elapsed, in seconds.")
     if is_close(answer, true / 2, 0.05):
-        raise Wrong(f"`busy_cores = {answer:g}` is the share of the two cores: how many cores is that?")
+        raise Wrong(f"`busy_cores = {answer:g}` is the share of the two cores. How many cores is that?")
     if answer == 2:
         raise Wrong(
             "`busy_cores = 2` is what the job was given (AllocCPUS). How long did it compute (TotalCPU)?"
