@@ -139,22 +139,22 @@ def _look_into(path: Path, network: nn.Module) -> None:
 def _judge(answers: dict[str, str]) -> str:
     if answers.word("weights_on", "first", "all") == "all":
         raise Wrong(
-            "weights_on: the other GPUs hold copies for one step, and get new ones for the next. What does "
+            "`weights_on`: the other GPUs hold copies for one step, and get new ones for the next. What does "
             "wrap.py print about the parameters?"
         )
     if answers.word("optimizer_state_on", "first", "all") == "all":
         raise Wrong(
-            "optimizer_state_on: the optimizer was made with model.parameters(). It stores its state on the "
-            "device of each parameter, and knows nothing of the copies."
+            "`optimizer_state_on`: the optimizer was made with model.parameters(). It stores its state on "
+            "the device of each parameter, and knows nothing of the copies."
         )
     if answers.word("model_guess", "all", "first", "error") != "error":
         raise Wrong(
-            "model_guess: the wrapper is a DataParallel, not a Net. Try both calls at the end of main()."
+            "`model_guess`: the wrapper is a DataParallel, not a Net. Try both calls at the end of main()."
         )
     if answers.word("module_guess", "all", "first", "error") != "first":
         raise Wrong(
-            "module_guess: model.module is the plain network on the first GPU. Only model(...) goes through "
-            "the wrapper, which splits the images."
+            "`module_guess`: model.module is the plain network on the first GPU. Only model(...) goes "
+            "through the wrapper, which splits the images."
         )
     as_predicted = "as" if answers["prediction"] == "module.hidden.weight" else "not as"
     return (

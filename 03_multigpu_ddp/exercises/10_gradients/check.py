@@ -9,7 +9,7 @@ from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
-# Before you run the starter, which averages nothing: will the weights of the ranks be equal or different?
+# Before you run the starter, which averages nothing: will the weights of the two ranks be equal or different?
 prediction = different
 
 # 4 ranks sum their gradients and forget to divide. With SGD, how many times as large a learning rate would

@@ -12,14 +12,14 @@ from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
-# Before you run the starter: how many times does DDP average the gradients in one step of 4 micro-batches?
+# Before you run the starter: how many times does it average the gradients in one step of 4 parts?
 prediction = 4
 """
 HINTS = """\
 ## 1
 
 Print `model.module.weight.grad.norm()` after each `backward`. With one part and with four, which
-two numbers should be equal, and by which factor do they differ?
+two numbers should be equal, and by what factor do they differ?
 
 ## 2
 

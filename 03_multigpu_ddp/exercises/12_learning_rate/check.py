@@ -10,7 +10,7 @@ from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you look: SGD with the linear rule does well at batch 256 with a warm-up of 20,000 images.
-# Will it at batch 1,024, too: yes or no?
+# Does the same warm-up do well at batch 1,024, too: yes or no?
 prediction = no
 
 # What must not shrink when the batch grows: the images or the updates of the warm-up?
@@ -25,7 +25,7 @@ sgd = linear, 0.32, 57
 adamw = linear, 0.016, 40
 adadelta = sqrt, 4, 40
 
-# What do you give to --lr-warmup-images for your training with SGD?
+# What number do you give to --lr-warmup-images for your training with SGD?
 warmup_images = 58368
 """
 HINTS = """\
@@ -173,7 +173,7 @@ def check_gpus(answers: Answers) -> None:
     if gpus == 32:
         raise Wrong(
             "`gpus = 32`: the global batch is then 4,096, and five epochs have only 20 updates. Print the "
-            "trainings at 4,096: does any of them reach 97.5 %?"
+            "trainings at 4,096. Does any of them reach 97.5 %?"
         )
     if gpus != 8:
         raise Wrong("`gpus`: you can have either 8 or 32.")
@@ -217,7 +217,8 @@ def check_decision(
                 f"`{name}`: without any warm-up, nobody recorded how it ends. Look at the shortest one."
             )
         raise Wrong(
-            f"`{name}`: No training with this warm-up was recorded at batch 1,024: choose {recorded} updates."
+            f"`{name}`: No training with this warm-up was recorded at batch 1,024. Those that were recorded "
+            f"have {recorded} updates."
         )
     if min(seeds) >= REQUIRED:
         return
@@ -272,7 +273,10 @@ def check_images(answers: Answers) -> None:
     if images == updates * IMAGES_PER_GPU:
         raise Wrong("`warmup_images`: the images of all GPUs together count, not those of one GPU.")
     if images != updates * BATCH:
-        raise Wrong(f"`warmup_images`: {updates} updates, each of 1,024 images. How many images is that?")
+        raise Wrong(
+            f"`warmup_images`: your warm-up has {updates} updates of 1,024 images each. How many images is "
+            "that?"
+        )
 
 
 def check_rules(scaled: Callable) -> None:

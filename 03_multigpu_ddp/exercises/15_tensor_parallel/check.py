@@ -101,7 +101,8 @@ def check(workspace: Workspace) -> str:
             4 * once: "no all-reduce is needed before the GELU",
         }
         hint = next(
-            (hint for wrong, hint in hints.items() if is_close(answer, wrong)), "compute the size of x"
+            (hint for wrong, hint in hints.items() if is_close(answer, wrong)),
+            "each all-reduce is as large as x, which has `width` numbers for each token",
         )
         raise Wrong(f"`tensor_parallel` is not {answer:g} MB: {hint}.")
     answer = answers.number("ddp")
@@ -110,11 +111,11 @@ def check(workspace: Workspace) -> str:
             f"`ddp` is not {answer:g} MB: there are two layers of 768 x 3072 gradients, 4 bytes each."
         )
     return (
-        f"There are two all-reduces, each as large as x (you predicted {prediction:g}): {2 * once:.0f} MB "
-        f"for this block, and {weights:.0f} with DDP. The traffic of DDP is as large as the weights, for any "
-        "batch, and hides behind the backward pass. The traffic of tensor parallelism grows with the batch, "
-        "and the next layer waits for it. So keep it within a node, on NVLink. In return, each of N GPUs "
-        "keeps only 1 / N of the weights and of the hidden numbers."
+        f"There are two all-reduces, each as large as x (you predicted {prediction:g} all-reduces): "
+        f"{2 * once:.0f} MB for this block, and {weights:.0f} MB with DDP. The traffic of DDP is as large as "
+        "the weights, for any batch, and hides behind the backward pass. The traffic of tensor parallelism "
+        "grows with the batch, and the next layer waits for it. So keep it within a node, on NVLink. In "
+        "return, each of N GPUs keeps only 1 / N of the weights and of the hidden numbers."
     )
 
 
