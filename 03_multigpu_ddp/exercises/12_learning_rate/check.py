@@ -92,7 +92,7 @@ WRONG = [
     ("answers.txt", ADADELTA, "adadelta = linear, 16, 19", "the best of one seed"),
     ("answers.txt", ADADELTA, "adadelta = sqrt, 4, 19", "the best of one seed"),
     ("answers.txt", ADADELTA, "adadelta = sqrt, 2.83, 40", "by the rule sqrt, 1 becomes 4"),
-    ("answers.txt", "images = 58368", "images = 57", "each of 1,024 images"),
+    ("answers.txt", "images = 58368", "images = 57", "updates of 1,024 images each"),
     ("answers.txt", "images = 58368", "images = 7296", "of all GPUs together"),
     (SCRIPT, "lr * " + GROWTH, "lr * ranks", "0.08 and 0.02"),
     (SCRIPT, "lr * " + GROWTH, "lr * batch_per_rank / BASE_BATCH", "of all ranks together"),
