@@ -227,7 +227,8 @@ class FoundOptions(NamedTuple):
 def find_options(runs: RunSet, models: dict[str, Scaling], constraints: Constraints) -> FoundOptions:
     """Predict all shapes to choose from."""
     options: dict[tuple[str, Shape], Option] = {}
-    unknown_shapes: dict[str, list[str]] = {}
+    # By the name of the stage, and the reason.
+    unknown_shapes: dict[tuple[str, str], list[str]] = {}
     missing_runs: dict[str, NextRun] = {}
     for stage, model in models.items():
         for shape in _shapes(runs, model, constraints):
@@ -238,16 +239,19 @@ def find_options(runs: RunSet, models: dict[str, Scaling], constraints: Constrai
                 if (name, shape) not in options:
                     options[name, shape] = predict_option(runs, name, shape, model)
                 continue
-            clause = f"{comparison.stage_name(stage)}: {why_unknown}"
+            reason = why_unknown
             if shape.nodes > 1 and not constraints.gpus_per_node:
                 # It is on several nodes only because no larger node was seen.
-                clause += " (--gpus-per-node N if a node has more than were used)"
+                reason += " (if a node has more GPUs than were used, give --gpus-per-node N)"
             in_words = f"x{shape.devices} with batch {shape.global_batch}"
-            unknown_shapes.setdefault(clause, []).append(in_words)
+            unknown_shapes.setdefault((comparison.stage_name(stage), reason), []).append(in_words)
             run = _missing_run(runs, name, shape, model, why_unknown)
             if run and (why_unknown not in missing_runs or run.hours < missing_runs[why_unknown].hours):
                 missing_runs[why_unknown] = run
-    unknown = [f"{clause}: {', '.join(shapes)}" for clause, shapes in unknown_shapes.items()]
+    unknown = [
+        f"{stage_name} {', '.join(shapes)}: {reason}"
+        for (stage_name, reason), shapes in unknown_shapes.items()
+    ]
     return FoundOptions(list(options.values()), unknown, missing_runs)
 
 

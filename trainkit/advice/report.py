@@ -49,10 +49,10 @@ MOST_FACTOR_OF_EQUAL_RUNS = 1.5
 # The relative error of the best model on held-out runs beyond which it explains nothing.
 MOST_ERROR = 0.3
 LEGEND = (
-    "In brackets: the 90 % interval. eff. %: speedup over one device with the same global batch (or as a "
-    "note says), divided by the devices. minutes: from the start of the process, with its evaluations. pays "
-    "from: {samples} per epoch from which a run, with its start, finishes before a run on one device; 0: at "
-    "any size."
+    "The 90 % interval of a number is in brackets. `eff. %` is the speedup over one device with the same "
+    "global batch, unless a note says otherwise, divided by the number of devices. `minutes` count from the "
+    "start of the process, and include the evaluations. `pays from` is the number of {samples} per epoch "
+    "above which such a run, start-up included, finishes before a run on one device; 0 means any number."
 )
 HOW_FAR_TO_TRUST = "How far may I trust this?"
 TO_KNOW_BETTER = "To know better"
@@ -248,7 +248,7 @@ class AnswerText:
             numbers += f", which cost {text(self.price * best.hours)},"
         purpose = f"to {goal}" if "accuracy" in goal else f"for {goal}"
         if not best.runs:
-            certainty = "This choice was never run, and the models may not hold there"
+            certainty = "Nobody has run this choice, and the models may not hold there"
         elif self.answer.sure >= SURE:
             certainty = "Sure"
         else:
@@ -256,9 +256,9 @@ class AnswerText:
         # Nothing is certain.
         cases = min(round(100 * self.answer.sure), 99)
         return (
-            f"Ask for {self.choice(best)}: {numbers} {purpose} ({best.basis}). It is {self.why}. "
-            f"{certainty}: if the measurements are varied as much as they scatter, it is the best choice, or "
-            f"within {100 * AS_GOOD:.0f} % of it, in {cases} of 100 cases."
+            f"Ask for {self.choice(best)}: {numbers} {purpose} ({best.basis}). This choice is {self.why}. "
+            f"{certainty}: when the measurements are varied as much as they scatter, this choice is the "
+            f"best, or within {100 * AS_GOOD:.0f} % of the best, in {cases} of 100 cases."
         )
 
     def options(self) -> list[Option]:
@@ -314,14 +314,15 @@ class AnswerText:
         model = _model_of(self.answer)
         error = model.errors[model.model]
         if math.isnan(error):
-            tested = "there are too few runs to leave some out of its fit and test it on them"
+            tested = "There are too few runs to leave some out of its fit and test it on those"
         else:
-            tested = f"on runs left out of its fit, it is off by {100 * error:.1f} % (root mean square)"
+            tested = f"On runs left out of its fit, it is off by {100 * error:.1f} % (root mean square)"
         sentences = [
-            f"What was not measured is predicted by the model {model.model} (results/METHODS.md explains "
-            f"it); {tested}.",
-            "An interval should contain the truth in 9 of 10 cases, on this machine as it was then: it does "
-            "not cover a different network, busy neighbours or a different version of the program.",
+            f"The model `{model.model}`, which results/METHODS.md explains, predicts what was not measured. "
+            f"{tested}.",
+            "An interval should contain the true value in 9 of 10 cases, but only on this machine as it was "
+            "during the runs. It does not cover a different network, busy neighbours, or a different version "
+            "of the program.",
         ]
         doubtful = doubts.sentence(comparison.compare(comparison.summarize(self.rows)))
         if doubtful:
@@ -330,7 +331,7 @@ class AnswerText:
 
     def unknown(self) -> list[str]:
         """List what is not predicted, and why."""
-        return [f"Not predicted, {clause}." for clause in self.answer.unknown]
+        return [f"Not predicted: {clause}." for clause in self.answer.unknown]
 
     def next_runs(self) -> list[UsefulRun]:
         """Return the runs that would help, cheapest first."""

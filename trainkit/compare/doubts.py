@@ -85,8 +85,8 @@ DOUBTS = (
         problem="the machine was not quiet",
         evidence="one DDP worker differs by more than 10 % from single, although both do the same work, or "
         "an efficiency exceeds 105 %",
-        remedy="measure again with --repeats 3, on an idle machine or own nodes (export "
-        "SBATCH_EXCLUSIVE=exclusive)",
+        remedy="measure again with --repeats 3, on an idle machine or exclusive nodes "
+        "(export SBATCH_EXCLUSIVE=exclusive)",
         holds=_was_not_quiet,
     ),
     Doubt(
@@ -99,14 +99,15 @@ DOUBTS = (
     Doubt(
         mark="s",
         problem="the measurements scatter",
-        evidence="min..max, of the row or of its run on one device, is wider than the difference of the two",
-        remedy="give more --epochs and --repeats 3, on an idle machine or own nodes",
+        evidence="min..max, of the row or of its run on one device, is wider than the difference between the "
+        "two",
+        remedy="give more --epochs and --repeats 3, on an idle machine or exclusive nodes",
         holds=_scatters,
     ),
     Doubt(
         mark="r",
         problem="the learning rates differ",
-        evidence="at equal epochs they differ from those of its run on one device, so the trainings differ",
+        evidence="in equal epochs they differ from those of its run on one device, so the trainings differ",
         remedy="have the schedule count samples or epochs, not steps of all ranks",
         holds=_has_other_rates,
     ),
@@ -115,7 +116,7 @@ DOUBTS = (
         problem="the arguments differ",
         evidence="the arguments of its script differ from those of its run on one device, which no other "
         "column explains",
-        remedy="give both the same, but for what belongs to the number of devices",
+        remedy="give both the same arguments, except for those that belong to the number of devices",
         holds=_has_other_arguments,
     ),
     Doubt(
@@ -123,7 +124,7 @@ DOUBTS = (
         problem="the script was changed",
         evidence="the text of the script differs between runs of the row, or from that of its run on one "
         "device",
-        remedy="run all with one version of it",
+        remedy="run all of them with the same version",
         holds=_has_several_scripts,
     ),
 )
@@ -146,7 +147,7 @@ def sentence(table: pd.DataFrame) -> str:
     ]
     if not reasons:
         return ""
-    return f"Do not rely on every speed: {'; '.join(reasons)}, in runs of your own."
+    return f"Do not rely on every speed: {'; '.join(reasons)}."
 
 
 def _doubts_in(table: pd.DataFrame) -> list[Doubt]:
