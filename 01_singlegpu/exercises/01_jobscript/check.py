@@ -130,7 +130,7 @@ def check(workspace: Workspace) -> str:
     _check_commands(workspace.folder / JOB, text)
     _check_run(workspace.folder, stage, options["cpus-per-task"])
     asked = ask_slurm(workspace.folder / JOB, stage)
-    as_expected = "as you expected" if prediction == "file" else "not to the terminal"
+    as_expected = "as you predicted" if prediction == "file" else "not to the terminal"
     return (
         f"The script asks for what the training needs, and starts the training. {asked} "
         f"{_job(options, stage)} The output goes into the file that --output names, {as_expected}, since "
@@ -336,7 +336,7 @@ def _job(options: dict[str, str], stage: Path) -> str:
         if slurm.why_not_here():
             return "Submit it when you are on a cluster."
         raise Wrong(
-            "The script is right, and there is a Slurm here: submit it, and check again after the job."
+            "The script is right, and Slurm is available here: submit it, and check again after the job."
         )
     said = logs[-1].read_text(errors="replace")
     host = HOST_LINE.search(said)

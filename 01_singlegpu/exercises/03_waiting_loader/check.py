@@ -10,12 +10,12 @@ from trainkit.record import records
 from trainkit.workshop.work import Answers, Workspace, Wrong, check_alike, is_close
 
 ANSWERS = """\
-# Before you run: for how many of 100 seconds does the training wait for images?
+# Before you run: how many seconds out of 100 does the training wait for images?
 prediction = 30
 
 # From your runs, after the warm-up:
-waited = 60  # seconds of 100, in the first run
-waits = 5.6   # seconds of 100, in the cured run
+waited = 60  # seconds out of 100, in the first run
+waits = 5.6   # seconds out of 100, in the cured run
 times = 10   # images/s of the cured run, divided by those of the first
 workers = 10 # how many, working as in the first run, would supply the cured training
 """
@@ -64,7 +64,7 @@ STARTS_WITH = "`prediction`"
 RECORDED = {"results/sample/cpu-xeon-2-cores/exercises/waiting_loader": []}
 WRONG = [
     ("answers.txt", "waited = 60", "waited = 40", "how long the run trained"),
-    ("answers.txt", "waited = 60", "waited = 0.6", "which are percent"),
+    ("answers.txt", "waited = 60", "waited = 0.6", "which is a percentage"),
     ("answers.txt", "waits = 5.6", "waits = 60", "belongs to the other run"),
     ("answers.txt", "times = 10", "times = 0.1", "upside down"),
     ("answers.txt", "workers = 10", "workers = 2", "a worker prepares 932"),
@@ -86,7 +86,7 @@ MORE_THAN_THE_WAIT = 1.2
 
 
 class Watched(NamedTuple):
-    """A monitored run: the row of its last epoch, images/s and the seconds of 100 that it waited, both
+    """A monitored run: the row of its last epoch, images/s and the seconds out of 100 that it waited, both
     after the warm-up, and the kinds of its findings."""
 
     row: dict[str, object]
@@ -113,8 +113,8 @@ def check(workspace: Workspace) -> str:
             "it. "
         )
     return (
-        f"Of 100 seconds, the training waited for {first.waited:.0f} (you expected {prediction:g}). Its own "
-        f"lines do not show that, but the verdict names the wait, {worst}. Now it waits for "
+        f"Out of 100 seconds, the training waited for {first.waited:.0f} (you predicted {prediction:g}). Its "
+        f"own lines do not show that, but the verdict names the wait, {worst}. Now it waits for "
         f"{cured.waited:.0f}, and is {times:.1f} times as fast, with the same images. {rest}More workers, "
         "with a core each, would have hidden the wait, until a faster device shows it again. So first look "
         "at what is done for each image. Do that for a whole batch, or once before the training, and only "
@@ -154,19 +154,19 @@ def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
     cured = runs[-1]
     if first.waited < WAITING_SECONDS:
         raise Wrong(
-            f"None of your runs waits for more than {first.waited:.0f} seconds of 100. The first run has to "
-            "be that of the starter, with --loader workers --num-workers 1. If it was, other programs held "
-            "the cores: run it again on a quiet machine, or use `recorded`."
+            f"None of your runs waits for more than {first.waited:.0f} out of 100 seconds. The first run has "
+            "to be that of the starter, with --loader workers --num-workers 1. If it was, other programs "
+            "held the cores: run it again on a quiet machine, or use `recorded`."
         )
     if "waiting_for_loader" not in first.kinds:
         raise Wrong(
-            f"The first run waits for {first.waited:.0f} seconds of 100, but its verdict does not say so. If "
-            "it was too short, give it more --epochs."
+            f"The first run waits for {first.waited:.0f} out of 100 seconds, but its verdict does not say "
+            "so. If it was too short, give it more --epochs."
         )
     check_alike(first.row, cured.row)
     if cured.waited >= CURED_SECONDS or cured.waited > first.waited / 2:
         raise Wrong(
-            f"Your newest run waits for {cured.waited:.0f} seconds of 100, and the first for "
+            f"Your newest run waits for {cured.waited:.0f} out of 100 seconds, and the first for "
             f"{first.waited:.0f}: that is not cured. More workers take more cores. What is done for each "
             "image?"
         )
@@ -217,7 +217,7 @@ def _check_answers(answers: Answers, first: Watched, cured: Watched) -> None:
         if is_close(answer, other.waited, 0.03):
             hint = "that belongs to the other run."
         if is_close(answer, run.waited / 100, 0.1):
-            hint = "give the seconds of 100, which are percent."
+            hint = "give the seconds out of 100, which is a percentage."
         raise Wrong(f"`{name}` is not {answer:g}: {hint}")
     answer = answers.number("times")
     times = cured.speed / first.speed

@@ -108,7 +108,7 @@ def check(workspace: Workspace) -> str:
         for batch, run in runs.items()
     )
     return (
-        f"{table}\nYou expected {prediction} to be first; it is {answer}. With a large batch, the same "
+        f"{table}\nYou predicted {prediction}, and {answer} was first. With a large batch, the same "
         "number of epochs has fewer steps. So images/s alone does not show which setting is better, but the "
         "seconds to an accuracy do. More GPUs make the global batch large, and stage 03 shows what the "
         "learning rate can do about that."

@@ -121,23 +121,25 @@ def check(workspace: Workspace) -> str:
     shorter = one_device.elapsed_s / two_devices.elapsed_s
     if not is_close(answers.number("batch_alone"), alone):
         raise Wrong(
-            f"batch_alone is not {answers['batch_alone']}. Divide the images/s in the two lines of one "
+            f"`batch_alone` is not {answers['batch_alone']}. Divide the images/s in the two lines of one "
             "device."
         )
     if answers.word("same_training", "strong", "weak") == "weak":
         raise Wrong(
-            "same_training: with 256 there are half as many steps in an epoch, and different ones, so it is "
-            f"not the same training in less time. A factor of {alone:.2f} came from the larger batch alone."
+            "`same_training`: with 256 there are half as many steps in an epoch, and different ones, so it "
+            f"is not the same training in less time. A factor of {alone:.2f} came from the larger batch "
+            "alone."
         )
     if answers.word("full_device", "strong", "weak") == "strong":
         raise Wrong(
-            "full_device: in strong scaling, the two devices split the 128 images, 64 each: neither is full."
+            "`full_device`: in strong scaling, the two devices split the 128 images, 64 each, so neither is "
+            "full."
         )
     truth = "epoch" if two_devices.speedup > shorter else "run"
     if answers.word("gains_more", "epoch", "run") != truth:
         raise Wrong(
-            f"gains_more: the training of an epoch is {two_devices.speedup:.2f} times as fast, the whole run "
-            f"{shorter:.2f} times. The run also has its start and the tests."
+            f"`gains_more`: the training of an epoch is {two_devices.speedup:.2f} times as fast, the whole "
+            f"run {shorter:.2f} times. The run also has its start and the tests."
         )
     busy = ""
     if two_devices.speedup < 1:

@@ -125,7 +125,7 @@ def check(workspace: Workspace) -> str:
             f"again after each. Next: {extra[0]}"
         )
     return (
-        f"All ten are repaired. You expected an error or a warning from {prediction:.0f} of them. On one "
+        f"All ten are repaired. You predicted an error or a warning from {prediction:.0f} of them. On one "
         "machine none of them gave any, and the numbers looked plausible. So check what a program does: "
         "which process is rank 0, which images each rank sees, and what one process would compute. "
         "DOS_AND_DONTS.md has more such bugs."

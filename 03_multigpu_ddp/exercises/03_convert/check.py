@@ -187,7 +187,7 @@ def job(workspace: Workspace) -> str:
         if slurm.why_not_here():
             return "Submit it as a job when you have a cluster."
         raise Wrong(
-            "The script is right, and there is a Slurm here: submit it as the README says, and check again."
+            "The script is right, and Slurm is available here: submit it as the README says, and check again."
         )
     text = workspace.text(LOG)
     epochs = re.findall(r"^epoch (\d+): loss", text, re.MULTILINE)

@@ -72,7 +72,7 @@ def check(workspace: Workspace) -> str:
     took = "unknown" if row.seconds is None else f"{row.seconds:.0f} seconds"
     return (
         f"Job {job} ran {script.label} with {ranks} rank(s), in {script.python}, and ended well. It took "
-        f"{took}; you expected {prediction:g}. Next time, ask for half as much again in --time, and do what "
+        f"{took}; you predicted {prediction:g}. Next time, ask for half as much again in --time, and do what "
         f"the verdict says before you add GPUs.{whose}"
     )
 
