@@ -19,9 +19,11 @@ def test_a_job_script_is_done_when_its_job_has_run(on_cluster: Checkout) -> None
     exercise = Exercise(folder)
     exercise.begin()
     for name, text in exercise.solution.items():
+        text = text.replace("#SBATCH --job-name=first\n", "").replace("first-%j.log", "%x-%j.log")
         (folder / "mine" / name).write_text(text)
-    assert "submit it, and check again" in check(on_cluster, folder)
     stage = folder.parents[1]
+    (stage / "mnist-single-1.log").write_text("The log of a different job.\n")
+    assert "submit it, and check again" in check(on_cluster, folder)
     submitted = on_cluster.run("sbatch", "--parsable", folder / "mine" / "job.sh", cwd=stage)
     on_cluster.cluster.wait(int(submitted.stdout))
     said = check(on_cluster, folder)

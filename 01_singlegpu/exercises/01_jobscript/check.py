@@ -327,7 +327,7 @@ def _job(options: dict[str, str], stage: Path) -> str:
     Raises:
         Wrong: if there is a Slurm, and no job has run, or it failed.
     """
-    pattern = glob.escape(options["output"]).replace("%x", options.get("job-name", "*"))
+    pattern = glob.escape(options["output"]).replace("%x", options.get("job-name", JOB))
     pattern = re.sub("(%j)+", "[0-9]*", pattern)
     folder = Path("/") if pattern.startswith("/") else stage
     logs = [log for log in folder.glob(pattern.strip("/") or "*") if log.is_file()]
