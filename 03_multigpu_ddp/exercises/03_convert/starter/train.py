@@ -37,7 +37,7 @@ def network() -> nn.Module:
 
 
 def choose_device() -> torch.device:
-    """Return the GPU of this process, or the CPU if there is none."""
+    """Return the GPU of this process, which becomes the current one, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
