@@ -32,7 +32,7 @@ the best possible one: then it is 1, or 100 %. For the total time, one number of
 
 ## 3
 
-`epoch["images_per_s"] for epoch in epochs if not epoch["warmup"]`; `epochs[-1]["elapsed_s"]`;
+`epoch["images_per_s"] for epoch in epochs if not epoch["warmup"]`; `epochs[-1]["elapsed_s"]`.
 Speedup is `two / one`, efficiency `two / one / devices`. (128, 128) is strong, (128, 256) weak.
 For `batch_alone`, divide the two lines of one device. Strong scaling does the same steps in less time;
 weak scaling does different steps, with more images.

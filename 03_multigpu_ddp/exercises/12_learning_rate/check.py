@@ -82,7 +82,7 @@ WRONG = [
     ("answers.txt", SGD, "sgd = linear, 0.02, 57", "the learning rate of batch 64"),
     ("answers.txt", SGD, "sgd = linear, 0.08, 57", "by the rule linear, 0.02 becomes 0.32"),
     ("answers.txt", SGD, "sgd = linear, 0.32, 0", "without any warm-up"),
-    ("answers.txt", SGD, "sgd = linear, 0.32, 30", "No training with this warm-up"),
+    ("answers.txt", SGD, "sgd = linear, 0.32, 30", "no training with this warm-up"),
     ("answers.txt", SGD, "sgd = linear, 0.32, 10", "2 of 3 seeds only guess"),
     ("answers.txt", SGD, "sgd = linear, 0.32, 19", "warm-up of 19 updates is too short"),
     ("answers.txt", SGD, "sgd = sqrt, 0.08, 19", "the square root is too cautious"),
@@ -217,7 +217,7 @@ def check_decision(
                 f"`{name}`: without any warm-up, nobody recorded how it ends. Look at the shortest one."
             )
         raise Wrong(
-            f"`{name}`: No training with this warm-up was recorded at batch 1,024. Those that were recorded "
+            f"`{name}`: no training with this warm-up was recorded at batch 1,024. Those that were recorded "
             f"have {recorded} updates."
         )
     if min(seeds) >= REQUIRED:

@@ -88,7 +88,7 @@ WRONG = [
     (OF_SMALL, '"ProfilerStep#', '"Step ', "where a step begins"),
     (OF_SMALL, "ProfilerStep#3", "ProfilerStep#0", "begins with step 0"),
     ("runs/one.rank-1.json", '"rank": 1', '"rank": 0', "is a trace of rank 0"),
-    ("runs/late.rank-1.json", '"traceEvents": [', '"traceEvents": ', "is broken off"),
+    ("runs/late.rank-1.json", '"traceEvents": [', '"traceEvents": ', "is incomplete"),
     (OF_SMALL, '"name": "backward"', '"name": "back"', "has no range `backward`"),
     (OF_SMALL, "gloo:all_reduce", "gloo:broadcast", "has no all-reduce"),
     ("runs/late.rank-1.json", '"name": "data", "pid"', '"name": "loading", "pid"', "has no range `data`"),
@@ -110,8 +110,8 @@ WRONG = [
 PHASES = ("data", "forward", "backward", "optimizer")
 STEP = re.compile(r"ProfilerStep#(\d+)")
 ALL_REDUCE = re.compile(r"all_?reduce", re.IGNORECASE)
-SETTLED = 2  # the first step after DDP has arranged its buckets anew
-GENEROUS = 0.2  # how far from the trace an answer in ms may be
+SETTLED = 2  # DDP rebuilds its buckets at the start of step 1, so this is the first usual step
+GENEROUS = 0.2  # by this share an answer in ms may differ from the trace
 
 
 class Bar(NamedTuple):
@@ -202,7 +202,7 @@ def _read_rank(workspace: Workspace, run: str, rank: int) -> list[Step]:
     try:
         trace = json.loads(workspace.text(f"runs/{run}.rank-{rank}.json"))
     except ValueError:
-        raise Wrong(f"{name} is broken off. Did two ranks write it, or was the run stopped?") from None
+        raise Wrong(f"{name} is incomplete. Did two ranks write it, or was the run stopped?") from None
     of = trace.get("distributedInfo", {}).get("rank", rank)
     if of != rank:
         raise Wrong(f"{name} is a trace of rank {of}: each rank writes its own.")
@@ -239,7 +239,7 @@ def _check_that_it_exists(workspace: Workspace, run: str, rank: int) -> None:
             "whether rank 0 communicates or waits for rank 1. Let every rank write a file."
         )
     raise Wrong(
-        f"mine/runs has no {run}.rank-0.json. Start the run `{run}` of the README, or take our traces with "
+        f"mine/runs has no {run}.rank-0.json. Start the run `{run}` of the README, or use our traces with "
         "`recorded`."
     )
 
