@@ -56,9 +56,9 @@ test: $(VENV)/ready-test
 test-all: $(VENV)/ready-test
 	@$(RUN) -m pytest --durations=25 $(ARGS)
 
-# The lowest versions that pyproject.toml allows, and those of a day in between; each in an environment of its own.
-# No training needs these two, and the lowest versions that pyproject.toml allows are newer than that day.
+# ruff and py-spy are exempt from the day of test-middle: pyproject.toml asks for versions that are newer than that day.
 TOOLS_OF_ANY_DAY := --exclude-newer-package ruff=2100-01-01 --exclude-newer-package py-spy=2100-01-01
+# The lowest versions that pyproject.toml allows, and those of a day in between; each in an environment of its own.
 test-lowest: VERSIONS := --resolution lowest-direct
 test-middle: VERSIONS := --exclude-newer 2026-01-01 $(TOOLS_OF_ANY_DAY)
 test-lowest test-middle:
