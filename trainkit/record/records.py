@@ -444,8 +444,8 @@ def _rows_of_run(run_id: str, starts: dict[str, list[Row]], earlier_starts: list
         if name in starts:
             first_epoch = rows[0]["epoch"]
             # A run that has ended, and was resumed after all, has not ended there.
-            went_on = [row | {"ended": ""} for row in _before(first_epoch, starts[name])]
-            rows = went_on + rows
+            earlier_rows = [row | {"ended": ""} for row in _before(first_epoch, starts[name])]
+            rows = earlier_rows + rows
     return rows
 
 

@@ -39,12 +39,12 @@ def main() -> None:
         print_line("Slurm   found: submit.py submits jobs")
 
     path = CorePath(stages.REPOSITORY)
-    names = max(len(exercise.name) for exercise in path.exercises)
+    name_width = max(len(exercise.name) for exercise in path.exercises)
     print_line(f"\nThe core path, {len(path.exercises)} exercises ({path.extras} more are extra):")
     for exercise in path.exercises:
         print_line(
             f"[{' ' if exercise in path.open else 'x'}] {exercise.step:2}  {exercise.stage.name:16}  "
-            f"{exercise.name:{names}}  {exercise.minutes:3} min  {exercise.title}"
+            f"{exercise.name:{name_width}}  {exercise.minutes:3} min  {exercise.title}"
         )
     print_line(f"\n{path.bar()}")
     if not path.open:
