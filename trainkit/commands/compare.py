@@ -335,7 +335,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         "--out",
         type=given_path,
         metavar="DIR",
-        help="folder of a comparison to resume (default: a new one in results/comparisons/)",
+        help="folder of the comparison, new or to resume (default: a new one in results/comparisons/)",
     )
     return parser.parse_known_args()
 
