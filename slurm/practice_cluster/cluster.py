@@ -144,7 +144,7 @@ def up(arguments: argparse.Namespace) -> int:
     name = arguments.name
     with lock(name):
         if processes.first(name):
-            raise ClusterError(f"{name} is up already: take it down first, or choose another --name.")
+            raise ClusterError(f"{name} is up already: take it down first, or choose a different --name.")
         clear(name)  # what a crash may have left
         try:
             asked = prepare(arguments)
@@ -224,7 +224,7 @@ def load(name: str) -> Cluster:
     """Return the cluster that is up; raise a ClusterError if there is none."""
     check_folder(name)
     if not (folder(name) / "ready").exists():
-        raise ClusterError(f"{name} is not up: start it with `up`, or choose another --name.")
+        raise ClusterError(f"{name} is not up: start it with `up`, or choose a different --name.")
     return Cluster.load(name)
 
 

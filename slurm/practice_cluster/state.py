@@ -91,7 +91,7 @@ def check_folder(name: str) -> None:
         fault = "open to other users"
     else:
         return
-    raise ClusterError(f"{folder(name)} is {fault}: choose another --name, or remove it.")
+    raise ClusterError(f"{folder(name)} is {fault}: choose a different --name, or remove it.")
 
 
 def slurm_conf(name: str) -> Path:

@@ -453,7 +453,7 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
     )
     readme = (site.REPOSITORY / "slurm" / "README.md").read_text()
     assert f"\nOK       gpus         n1, n2: {virtual['message']}\n" in readme
-    asked = "Slurm would take the job (nothing was submitted): it would start at 20"
+    asked = "Slurm would accept the job (nothing was submitted): it would start at 20"
     assert found(told, "submission", OK).startswith(asked)
     assert "4 ranks reported" in found(told, "ranks", OK)
     # On a busy machine it may be slower than gigabit Ethernet, which is a warning.

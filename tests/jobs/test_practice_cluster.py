@@ -346,7 +346,7 @@ def test_a_folder_that_others_may_have_made_is_not_used(fault: str, tmp_path: Pa
         for words in (["status"], ["shell"], ["network", "n1", "down"], ["up"], ["down"]):
             done = run_program(words[0], "--name", name, *words[1:], stdin=subprocess.DEVNULL)
             assert (done.returncode, done.stdout) == (1, "")
-            assert done.stderr == f"error: {folder} is {fault}: choose another --name, or remove it.\n"
+            assert done.stderr == f"error: {folder} is {fault}: choose a different --name, or remove it.\n"
         assert not mark.exists()
         assert first.poll() is None
     finally:

@@ -259,7 +259,7 @@ def test_a_mistake_of_a_rank_ends_the_run_without_a_traceback(script: Script) ->
 @pytest.mark.skipif(torch.__version__ < sharded.NEEDED, reason="pipeline.py needs a newer PyTorch")
 def test_blocks_that_do_not_divide_among_the_ranks(script: Script) -> None:
     told = failed(script(BY_FEATURE / "pipeline.py", ranks=3))
-    assert "8 blocks do not divide among 3 processes: start 1, 2, 4 or 8" in told
+    assert "8 blocks do not divide evenly among 3 processes: start 1, 2, 4 or 8" in told
 
 
 def test_data_that_is_not_mnist(mnist_dir: Path, tmp_path: Path, script: Script) -> None:

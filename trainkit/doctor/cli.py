@@ -183,14 +183,14 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
 
 
 def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
-    """Ask Slurm whether it would take the job, and the stages' job scripts as they are."""
+    """Ask Slurm whether it would accept the job, and the stages' job scripts as they are."""
     done = _sbatch(site, [JOB_SCRIPT], "--test-only", *_request(options, site))
     refusal = _refusal("submission", done)
     if refusal:
         return [refusal]
     # It names a job, but there is none.
     when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
-    findings = [Finding("submission", OK, f"Slurm would take the job (nothing was submitted): {when}")]
+    findings = [Finding("submission", OK, f"Slurm would accept the job (nothing was submitted): {when}")]
     done = _sbatch(site, [STAGE_SCRIPT], "--test-only", *options.sbatch_options)
     refusal = _refusal("submission", done)
     if refusal:

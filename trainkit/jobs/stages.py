@@ -115,7 +115,7 @@ def resources(stage: Stage, gpus: int, nodes: int = 1, cpus_per_gpu: int = 2) ->
     Where the program starts its ranks itself, it is one process per node, too, with all the GPUs there.
 
     Raises:
-        UserError: if the stage cannot use that many, or they do not divide among the nodes.
+        UserError: if the stage cannot use that many, or they do not divide evenly among the nodes.
     """
     if stage.name == SINGLE and gpus > 1:
         raise UserError(f"stage single uses 1 GPU, not {gpus}: use stage 02, 02_multigpu_dp, or 03.")

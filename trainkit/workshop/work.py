@@ -226,7 +226,7 @@ def requested(text: str) -> dict[str, str]:
 
 
 def ask_slurm(script: Path, stage: Path) -> str:
-    """Ask Slurm whether it would take the script, from the folder of the stage; return a sentence.
+    """Ask Slurm whether it would accept the script, from the folder of the stage; return a sentence.
 
     Raises:
         Wrong: if it would not.

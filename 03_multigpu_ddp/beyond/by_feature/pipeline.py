@@ -108,7 +108,7 @@ def main() -> None:
     check_divides(opts.batch_size, opts.micro_batches, what="micro-batches")
     if BLOCKS % dist_env.world_size:
         raise UserError(
-            f"{BLOCKS} blocks do not divide among {dist_env.world_size} processes: start 1, 2, 4 or 8"
+            f"{BLOCKS} blocks do not divide evenly among {dist_env.world_size} processes: start 1, 2, 4 or 8"
         )
     if opts.batch_size < dist_env.world_size:
         raise UserError(
