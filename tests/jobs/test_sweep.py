@@ -117,6 +117,7 @@ def test_compare_chooses_its_epochs_on_gpus_and_scales_strong_and_weak(on_cluste
     """On two GPUs in Slurm."""
     on_cluster.pretend()
     done = succeeded(on_cluster.python("results/compare.py", "--repeats", 1, **APART))
+    assert "the length of an epoch" in done.stdout
     assert "measured on one GPU: 300,000 images/s\n" in done.stdout
     assert "batch 4096 on each GPU, epochs of 900,000 images" in done.stdout
     # As long as the run on one GPU by its record: 4 epochs of 3 + 1 s, and 13 around them.

@@ -135,7 +135,7 @@ torch.cuda.set_rng_state_all = lambda states: print("restored", [state.item() fo
 
 
 def test_each_gpu_draws_its_own_random_numbers_after_a_stop_too(script: Callable, tmp_path: Path) -> None:
-    """With as many GPUs as before they go on; with others each gets its own again, not all the same."""
+    """With as many GPUs as before they continue; with others each gets its own again, not all the same."""
     checkout = Checkout(tmp_path / "a checkout")
     checkout.plant("dp", GENERATORS)
     small = ("--train-size", 128, "--test-size", 50, "--precision", "fp32", "--seed", 7)

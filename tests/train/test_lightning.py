@@ -70,7 +70,7 @@ def test_lightning_trains_as_stage_03(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_stopped_ends_as_stage_03_in_one_go(runs: Runs, tmp_path: Path) -> None:
-    """With dropout: the random numbers go on, too."""
+    """With dropout: the random numbers continue, too."""
     job, whole, to_end = tmp_path / "job", tmp_path / "whole", (*SMALL, "--save-model")
     places = ("--results-dir", job, "--checkpoint-dir", tmp_path / "checkpoints")
     told = runs(*STOPS, 3, SCRIPT, *to_end, *places, ranks=2)

@@ -57,7 +57,7 @@ def test_the_next_request_is_the_peak_and_a_margin(
 
 @pytest.mark.parametrize("ended", ["137", "1", ""])
 def test_what_is_enough_is_unknown_of_a_job_that_did_not_end_well(make_job: MakeJob, ended: str) -> None:
-    """It may have been killed for want of memory; or it still runs."""
+    """It may have been killed because memory ran out; or it still runs."""
     folder = make_job([LOADING] * 2)
     has_asked(folder, "8 2 61440 1", ended=ended)
     assert judge(folder).too_much == []
