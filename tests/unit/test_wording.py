@@ -168,6 +168,8 @@ def test_every_kind_of_evidence_has_a_sentence() -> None:
 def test_what_could_be_faster_says_so() -> None:
     sentence = wording.issue_sentence(issue(GAPS, grade=Grade.FASTER))
     assert sentence.startswith("could be faster: ") and "32 %" in sentence and "8 %" in sentence
+    sentence = wording.issue_sentence(issue(GAPS, GpuId("n1", 1), grade=Grade.FASTER))
+    assert "GPUs 0, 1 on n1 at 8 % of their power above idle" in sentence
 
 
 @pytest.mark.parametrize("evidence", [evidence for evidence, _ in SENTENCES])

@@ -275,7 +275,7 @@ def _shared_cores(evidence: SharedCores, issue: Issue, is_plain: bool) -> str:
 def _idle_cpus(evidence: IdleCpus, issue: Issue, is_plain: bool) -> str:
     return (
         f"{name_locations(issue.locations)} computed for at most {_percent(evidence.computing_share)} of the "
-        f"time. What it waited for cannot be seen from outside: {_debugger(is_plain)} shows it."
+        f"time, and waited for something that cannot be seen from outside: {_debugger(is_plain)} shows what."
     )
 
 
@@ -329,8 +329,8 @@ def _launch_bound(evidence: LaunchBound, issue: Issue, is_plain: bool) -> str:
     gpus = name_locations(issue.locations)
     if issue.grade is Grade.FASTER:
         problem = (
-            f"{Grade.FASTER.value}: for {_percent(evidence.gap_share)} of the time no kernel runs on {gpus}, "
-            "which is"
+            f"{Grade.FASTER.value}: no kernel runs for {_percent(evidence.gap_share)} of the time, which "
+            f"leaves {gpus}"
         )
     elif evidence.has_gaps:
         problem = f"gaps between kernels leave {gpus}"
@@ -346,7 +346,8 @@ def _launch_bound(evidence: LaunchBound, issue: Issue, is_plain: bool) -> str:
         remedy += ", or DDP (03_multigpu_ddp)"
     elif not evidence.is_captured:
         remedy += f", or a captured step (03_multigpu_ddp/beyond/by_feature/captured.py; {LAUNCHES_PAGE})"
-    return f"{problem} at {_percent(evidence.load)} of its power above idle ({seen}): {remedy}."
+    whose = "its" if len(issue.locations) == 1 else "their"
+    return f"{problem} at {_percent(evidence.load)} of {whose} power above idle ({seen}): {remedy}."
 
 
 # --- parts of sentences -----------------------------------------------------------------------------
