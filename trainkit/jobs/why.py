@@ -96,12 +96,10 @@ class Evidence:
         if found:
             return [self._with_its_output(reason) for reason in found]
         if self._nodes:
-            why = (
-                "because memory ran out: --mem"
-                if self._launcher
-                else "at its time limit, because memory ran out"
-            )
-            return [Reason(f"{self._names(self._nodes)} ended silently: killed (by hand, or {why})?")]
+            how = "by hand, at its time limit, or because memory ran out"
+            if self._launcher:
+                how = "by hand, or because memory ran out: --mem"
+            return [Reason(f"{self._names(self._nodes)} ended silently: killed ({how})?")]
         if self._launcher and job_folder.notes(self._folder, "lost"):
             why = "the network failed, or a rank hung for longer than --timeout"
             return [Reason(f"the ranks lost contact: {why}")]
