@@ -145,7 +145,7 @@ class SyncBatchNorm(SyncOnCPU):
         SyncBatchNorm.made = True
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, _: object = None) -> nn.Module:
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: object = None) -> nn.Module:
         """Return the module with its BatchNorm layers replaced."""
         if isinstance(module, nn.BatchNorm2d):
             layer = cls(module.num_features, module.eps, module.momentum)

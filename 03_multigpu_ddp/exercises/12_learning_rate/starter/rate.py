@@ -3,8 +3,8 @@
 Try: python exercises/12_learning_rate/mine/rate.py SGD 1024
 """
 
+import argparse
 import csv
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -50,4 +50,8 @@ def main(optimizer: str, batch: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("optimizer", choices=BASE_LR)
+    parser.add_argument("batch", type=int, choices=(64, 256, 1024, 4096), help="the global batch")
+    opts = parser.parse_args()
+    main(opts.optimizer, opts.batch)
