@@ -60,16 +60,17 @@ SILENT_CELLS = {"", "1", "-"}
 # Characters of a line of the table on a terminal.
 MOST_CHARACTERS = 120
 LEGEND = (
-    "{speeds}: median over all epochs but the warm-up (the first of a process); min..max: over the same. "
-    "speedup, eff. %: against one device of the same kind. "
-    "wall s: from the start of the process (rank 0) to its last evaluation."
+    "`{speeds}` is the median over all epochs but the warm-up, which is the first epoch of each process, and "
+    "`min..max` is the range over the same epochs. `speedup` and `eff. %` compare a row with one device of "
+    "the same kind. `wall s` counts from the start of the process (rank 0) to its last evaluation."
 )
 WEAK_LEGEND = (
-    "weak eff. %: against one device with the same batch per device; eff. %: with the same global batch."
+    "`weak eff. %` compares with one device that has the same batch per device, and `eff. %` with one that "
+    "has the same global batch."
 )
 TARGET_LEGEND = (
-    "s to {0:g} %: from the start of the process to the end of the first epoch with that test accuracy; the "
-    "median of the repeats that had it."
+    "`s to {0:g} %` counts from the start of the process to the end of the first epoch with that test "
+    "accuracy, and is the median of the repeats that reached it."
 )
 
 
