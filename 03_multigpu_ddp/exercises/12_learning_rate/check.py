@@ -210,12 +210,12 @@ def check_decision(
     check_learning_rate(name, chosen, BASE_LR[optimizer])
     seeds = accuracies.get((optimizer, chosen.rule, chosen.warmup_updates))
     if not seeds:
-        updates = sorted({updates for of, _, updates in accuracies if of == optimizer})
-        recorded = ", ".join(map(str, updates))
         if chosen.warmup_updates == 0:
             raise Wrong(
                 f"`{name}`: without any warm-up, nobody recorded how it ends. Look at the shortest one."
             )
+        updates = sorted({updates for of, _, updates in accuracies if of == optimizer})
+        recorded = ", ".join(map(str, updates))
         raise Wrong(
             f"`{name}`: no training with this warm-up was recorded at batch 1,024. Those that were recorded "
             f"have {recorded} updates."

@@ -211,7 +211,7 @@ def _read_rank(workspace: Workspace, run: str, rank: int) -> list[Step]:
         Bar(event["name"], event["tid"], event["ts"] / 1000, (event["ts"] + event["dur"]) / 1000)
         for event in sorted(events, key=lambda event: event["ts"])
     ]
-    steps = [_step(name, bar, bars) for bar in bars if STEP.fullmatch(bar.name)]
+    steps = [_step(bar, bars) for bar in bars if STEP.fullmatch(bar.name)]
     if not steps:
         raise Wrong(
             f"{name} does not show where a step begins, so it holds the whole run, with the first batch of "
@@ -244,7 +244,7 @@ def _check_that_it_exists(workspace: Workspace, run: str, rank: int) -> None:
     )
 
 
-def _step(name: str, whole: Bar, bars: Iterable[Bar]) -> Step:
+def _step(whole: Bar, bars: Iterable[Bar]) -> Step:
     inside = [bar for bar in bars if whole.start <= bar.start < whole.end]
     phases = {bar.name: bar for bar in inside if bar.name in PHASES}
     all_reduces = [bar for bar in inside if ALL_REDUCE.search(bar.name)]
