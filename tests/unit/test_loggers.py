@@ -14,7 +14,8 @@ from forking import Forking
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainkit.errors import UserError
-from trainkit.record import loggers, records
+from trainkit.record import loggers
+from trainkit.record.columns import COLUMNS
 from trainkit.record.records import RecordWriter
 from trainkit.training.recorder import Recorder
 
@@ -187,7 +188,7 @@ def test_a_training_continues_without_a_logger_that_fails(
     rows = rows_of(tmp_path)
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     of_dry_run = Fails("")
-    row = {name: rows[0][name] for name in records.READERS}
+    row = {name: rows[0][name] for name in COLUMNS}
     RecordWriter(None, row, [of_dry_run]).add(row)
     assert not of_dry_run.calls
 

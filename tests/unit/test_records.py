@@ -12,6 +12,7 @@ from trainkit.compare import comparison
 from trainkit.compare.report import report
 from trainkit.errors import UserError
 from trainkit.record import records
+from trainkit.record.columns import COLUMNS, RANK_COLUMNS, Column, Role, number
 
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
 GOOD = "ddp-20261121-041110-f2fc72"  # of these runs, the one of two workers
@@ -72,6 +73,21 @@ def test_what_no_run_has_written_is_named_and_the_rest_is_compared(plot: Script,
     alone, _ = comparison.load([SAMPLE])
     table = pd.read_csv(tmp_path / "out" / "comparison.csv")
     assert table.images_per_s.to_list() == comparison.summarize(alone).images_per_s.to_list()
+
+
+def test_a_new_column_leaves_every_earlier_file_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the project, and with them the ranks' files; a run that is written now has the column."""
+    joules = Column(number(least=0), Role.MEASUREMENT, default=0.0)
+    monkeypatch.setitem(COLUMNS, "joules", joules)
+    monkeypatch.setitem(RANK_COLUMNS, "joules", joules)
+    files = REPOSITORY.glob("results/sample/**/*.csv")
+    earlier = [path for path in files if path.read_text().startswith("run_id,resumed_from,")]
+    assert len(earlier) > 40
+    for path in earlier:
+        assert {row["joules"] for row in records.read(path)} == {0.0}, path
+        if records.beside(path).exists():
+            assert {row["joules"] for row in records.read_ranks(path)} == {0.0}, path
+    assert any(records.beside(path).exists() for path in earlier)
 
 
 def test_a_run_that_resumed_in_another_world_counts_in_neither(plot: Script, tmp_path: Path) -> None:

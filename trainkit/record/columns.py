@@ -63,8 +63,9 @@ class Column:
         words: its name in a sentence.
         label: how a value reads in a label.
         option: the option of the stages that sets it.
-        default: that option's default, and the value for a training that does not know its own; it goes
-            without saying in a label. None: every training knows it.
+        default: that option's default, and the value for a training that does not know its own, or whose
+            file is older than the column; it goes without saying in a label. None: every training knows it,
+            and every file has it.
         unlabelled: the value that goes without saying in a label, if that is not the default.
         determined_by: the columns that determine it. A label leaves it out if they do, and if the first of
             them differs between two runs, that explains why this one differs.
@@ -262,33 +263,33 @@ COLUMNS: dict[str, Column] = {
 }
 # Of the ranks' file. `own_seconds` is how long the rank worked by itself (training/compute_time.py), and
 # `data_seconds` how long it waited for its batches.
-RANK_COLUMNS: dict[str, Callable[[str], object]] = {
-    "epoch": whole(1),
-    "rank": whole(0),
-    "host": str,
-    "device": str,
-    "device_name": str,
-    "own_seconds": number(least=0, nan=True),
-    "data_seconds": number(least=0, nan=True),
-    "peak_memory_mb": number(least=0),
+RANK_COLUMNS: dict[str, Column] = {
+    "epoch": Column(whole(1), Role.MEASUREMENT),
+    "rank": Column(whole(0), Role.MEASUREMENT),
+    "host": Column(str, Role.FACT),
+    "device": Column(str, Role.FACT),
+    "device_name": Column(str, Role.FACT),
+    "own_seconds": Column(number(least=0, nan=True), Role.MEASUREMENT),
+    "data_seconds": Column(number(least=0, nan=True), Role.MEASUREMENT),
+    "peak_memory_mb": Column(number(least=0), Role.MEASUREMENT),
 }
 # Of the file of a training with its own metrics.
-METRIC_COLUMNS: dict[str, Callable[[str], object]] = {
-    "epoch": whole(1),
-    "metric": str,
-    "of": str,
-    "value": number(nan=True),
+METRIC_COLUMNS: dict[str, Column] = {
+    "epoch": Column(whole(1), Role.MEASUREMENT),
+    "metric": Column(str, Role.MEASUREMENT),
+    "of": Column(str, Role.MEASUREMENT),
+    "value": Column(number(nan=True), Role.MEASUREMENT),
 }
 # Of the file that a job of the doctor leaves: the seconds that a sum of `bytes` over all ranks takes.
-ALL_REDUCE_COLUMNS: dict[str, Callable[[str], object]] = {
-    "bytes": whole(1),
-    "seconds": number(above=0),
-    "ranks": whole(1),
-    "nodes": whole(1),
-    "backend": str,
-    "device_name": str,
-    "job": str,
-    "started_at": str,
+ALL_REDUCE_COLUMNS: dict[str, Column] = {
+    "bytes": Column(whole(1), Role.MEASUREMENT),
+    "seconds": Column(number(above=0), Role.MEASUREMENT),
+    "ranks": Column(whole(1), Role.LAYOUT),
+    "nodes": Column(whole(1), Role.LAYOUT),
+    "backend": Column(str, Role.FACT),
+    "device_name": Column(str, Role.FACT),
+    "job": Column(str, Role.FACT),
+    "started_at": Column(str, Role.FACT),
 }
 
 

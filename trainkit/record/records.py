@@ -28,7 +28,7 @@ from trainkit.errors import UserError, first_line, print_line, reason
 from trainkit.files import check_writable, explained, replacing
 from trainkit.process import process_start
 from trainkit.record import samples
-from trainkit.record.columns import ALL_REDUCE_COLUMNS, COLUMNS, METRIC_COLUMNS, RANK_COLUMNS
+from trainkit.record.columns import ALL_REDUCE_COLUMNS, COLUMNS, METRIC_COLUMNS, RANK_COLUMNS, Column
 from trainkit.record.loggers import Logger, config_of, curves
 
 SCHEMA_VERSION = 1
@@ -49,9 +49,6 @@ SAME = ("stage", "dataset", "model", "global_batch", "settings")
 KEPT = ("precision", "optimizer", "lr", "schedule")
 
 Row = dict[str, object]
-# Of each column the reader of its cells.
-Readers = dict[str, Callable[[str], object]]
-READERS: Readers = {name: column.read for name, column in COLUMNS.items()}
 
 
 class RecordError(UserError):
@@ -142,7 +139,7 @@ class RecordWriter:
             name = f"{self._unit}{PER_SECOND}"
             metrics.insert(0, {"epoch": epoch, "metric": name, "of": "", "value": speed})
         try:
-            _check(row, READERS)
+            _check(row, COLUMNS)
             for metric in metrics:
                 _check(metric, METRIC_COLUMNS)
         except ValueError as error:
@@ -278,9 +275,9 @@ def _to_text(value: object) -> str:
     return str(value)
 
 
-def _check(row: Row, readers: Readers) -> None:
+def _check(row: Row, columns: dict[str, Column]) -> None:
     """Raise a ValueError for a value that could not be read back."""
-    _read_row({name: _to_text(value) for name, value in row.items()}, readers)
+    _read_row({name: _to_text(value) for name, value in row.items()}, columns)
 
 
 # --- reading ----------------------------------------------------------------------------------------
@@ -293,7 +290,7 @@ def read(path: Path) -> list[Row]:
         RecordError: if the file cannot be read, is empty or damaged, has another schema, or has a cell that
             no run writes.
     """
-    return _read(path, READERS)
+    return _read(path, COLUMNS)
 
 
 def read_ranks(path: Path) -> list[Row]:
@@ -341,7 +338,7 @@ def read_all_reduce(path: Path) -> list[Row]:
     return _read(path, ALL_REDUCE_COLUMNS, delimiter="\t")
 
 
-def _read(path: Path, readers: Readers, **dialect: str) -> list[Row]:
+def _read(path: Path, columns: dict[str, Column], **dialect: str) -> list[Row]:
     rows = []
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -354,7 +351,7 @@ def _read(path: Path, readers: Readers, **dialect: str) -> list[Row]:
             if version != str(SCHEMA_VERSION):
                 raise ValueError(f"its schema version {version[:30]} is not {SCHEMA_VERSION}, which is read")
             try:
-                rows.append(_read_row(cells, readers))
+                rows.append(_read_row(cells, columns))
             except KeyError as error:
                 raise ValueError(f"it has no column {error.args[0]}") from None
             except ValueError as error:
@@ -366,15 +363,24 @@ def _read(path: Path, readers: Readers, **dialect: str) -> list[Row]:
     return rows
 
 
-def _read_row(cells: dict[str, str], readers: Readers) -> Row:
-    """Read each cell; raise a ValueError that names the column, or a KeyError if it lacks one."""
+def _read_row(cells: dict[str, str], columns: dict[str, Column]) -> Row:
+    """Read each cell; a column that the file does not have takes its default, as a file may be older than it.
+
+    Raises:
+        ValueError: for a cell that its column cannot have.
+        KeyError: for a column that is missing and has no default.
+    """
     row = {}
-    for name, read_cell in readers.items():
-        cell = cells[name]
-        try:
-            row[name] = read_cell(cell)
-        except ValueError as error:
-            raise ValueError(f"column {name}: {error}") from None
+    for name, column in columns.items():
+        if name in cells:
+            try:
+                row[name] = column.read(cells[name])
+            except ValueError as error:
+                raise ValueError(f"column {name}: {error}") from None
+        elif column.default is not None:
+            row[name] = column.default
+        else:
+            raise KeyError(name)
     return row
 
 
