@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import nn
 
 from trainkit import errors
 from trainkit.config.command_line import at_least
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.devices import take_all_gpus
@@ -30,15 +31,19 @@ from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
 
-@entrypoint
-def main() -> None:
-    replicas = option(
+@dataclass(frozen=True)
+class ByHandOptions(Options):
+    replicas: int = option(
         2,
         type=at_least(1, 64),
         metavar="N",
         help="replicas on the CPU; otherwise there is one on each GPU",
     )
-    opts = parse_options(__doc__, replicas=replicas)
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, ByHandOptions)
     dist_env = init_single_process(use_gpu=not opts.no_cuda, debug_dir=opts.debug_dir)
     tune_process(dist_env)
     gpus = torch.cuda.device_count() if dist_env.device.type == "cuda" else 0

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from torch.profiler import profile
 
 from trainkit import errors, files
 from trainkit.config.command_line import at_least
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, train_loader
 from trainkit.distributed import process_group
@@ -36,26 +37,30 @@ STEPS = 10  # timed in a row, as a GPU works through a queue
 TRACED_STEPS = 3
 
 
-@entrypoint
-def main() -> None:
-    repeats = option(
+@dataclass(frozen=True)
+class BreakdownOptions(Options):
+    repeats: int = option(
         10,
         type=at_least(1, 10_000),
         metavar="N",
         help=f"times {STEPS} steps of each kind, in turns",
     )
-    trace = option(
+    trace: bool = option(
         False,
         help=f"also write down {TRACED_STEPS} steps with torch.profiler",
     )
-    how = "average the gradients as beyond/by_feature/by_hand_overlap.py does with this --wait, without DDP"
-    by_hand = option(
+    by_hand: str | None = option(
         None,
         choices=("late", "at-once"),
-        help=how,
+        help="average the gradients as beyond/by_feature/by_hand_overlap.py does with this --wait, "
+        "without DDP",
         shapes_training=True,
     )
-    opts = parse_options(__doc__, repeats=repeats, trace=trace, by_hand=by_hand)
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, BreakdownOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

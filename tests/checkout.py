@@ -50,7 +50,7 @@ TEXTS = ("launcher", "job_id", "node_list", "torch_version", "cuda_version", "gi
 
 @errors.entrypoint
 def main():
-    opts = options.parse_options("", sys.argv[1:])
+    opts = options.parse_options("", arguments=sys.argv[1:])
     dist_env = launchers.read()
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     devices = len(gpus) if STAGE in ("single", "dp") else dist_env.world_size

@@ -27,7 +27,7 @@ def test_an_epoch_of_more_images_than_there_are(loader: str) -> None:
     """Pass by pass, each in another order, alike on every rank, and from any step on."""
     count, size, batch = 24, 60, 6  # two passes and a half
     arguments = ["--train-size", str(size), "--batch-size", str(batch), "--loader", loader]
-    opts = parse_options("", arguments)
+    opts = parse_options("", arguments=arguments)
     split = InMemoryDataset("numbers", torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
 
     def seen(epoch: int, rank: int = 0, world_size: int = 1, first_step: int = 0) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_evaluation_batches_fit_the_device(
     device: str, given: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "_make_batches", lambda dataset, order, *_, **__: order)
-    opts = parse_options("", ["--test-batch-size", given] if given else [])
+    opts = parse_options("", arguments=["--test-batch-size", given] if given else [])
     split = InMemoryDataset("numbers", torch.zeros(5000, 1), torch.zeros(5000))
     order = eval_loader(split, opts, DistEnv(device=torch.device(device)))
     assert max(map(len, order)) == size

@@ -237,7 +237,7 @@ def test_the_blocks_add_up_in_bf16_only_if_asked_to(given: tuple, beyond: None) 
     """Under autocast the results of their layers are bf16 in any case."""
     import gpt_model
 
-    opts = parse_options("", ["--precision", "bf16", *given], **gpt_model.OPTIONS)
+    opts = parse_options("", gpt_model.GPTOptions, arguments=["--precision", "bf16", *given])
     model = gpt_model.build_model(opts)
     with torch.autocast("cpu", torch.bfloat16):
         added_up = model.hidden(torch.zeros(2, opts.context).long())
@@ -247,7 +247,7 @@ def test_the_blocks_add_up_in_bf16_only_if_asked_to(given: tuple, beyond: None) 
 def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:
     import gpt_model
 
-    opts = parse_options("", ["--batch-size", "64", "--lr", "1"], **gpt_model.OPTIONS)
+    opts = parse_options("", gpt_model.GPTOptions, arguments=["--batch-size", "64", "--lr", "1"])
     model = gpt_model.GPT(vocabulary=256, context=64, width=128, layers=2, heads=4)
     optimizer, lr_scheduler = gpt_model.build_optimizer(opts, model, steps=100)
     decays = {

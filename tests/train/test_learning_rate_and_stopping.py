@@ -31,7 +31,7 @@ STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the fir
 
 
 def learning_rates(*arguments: object, steps_per_epoch: int, steps: int) -> list[float]:
-    opts = parse_options("", list(map(str, arguments)))
+    opts = parse_options("", arguments=list(map(str, arguments)))
     optimizer, lr_scheduler = build_optimizer(opts, torch.nn.Linear(2, 2), steps_per_epoch)
     used = []
     for _ in range(steps):

@@ -407,7 +407,7 @@ def test_what_loader_processes_draw_is_the_same_after_a_stop(script: Script, tmp
 
 
 def test_the_numbers_of_loader_processes_differ_by_epoch() -> None:
-    opts = parse_options("", ["--batch-size", "4", "--loader", "workers", "--num-workers", "1"])
+    opts = parse_options("", arguments=["--batch-size", "4", "--loader", "workers", "--num-workers", "1"])
     made = train_loader(Noise(), opts, DistEnv(device=torch.device("cpu")))
     drawn = []
     for epoch in (1, 2, 1):
@@ -439,7 +439,7 @@ def test_resuming_takes_little_more_memory_than_what_was_saved(script: Script, t
 
 
 def test_loader_processes_of_two_ranks_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    opts = parse_options("", ["--batch-size", "4", "--loader", "workers", "--num-workers", "2"])
+    opts = parse_options("", arguments=["--batch-size", "4", "--loader", "workers", "--num-workers", "2"])
     drawn = []
     for rank in (0, 1, 1):
         monkeypatch.setattr(process_group, "rank", lambda rank=rank: rank)
@@ -449,7 +449,7 @@ def test_loader_processes_of_two_ranks_draw_other_numbers(monkeypatch: pytest.Mo
 
 
 def test_noise_is_new_in_every_step() -> None:
-    opts, dist_env = parse_options("", ["--batch-size", "4"]), DistEnv(device="cpu")
+    opts, dist_env = parse_options("", arguments=["--batch-size", "4"]), DistEnv(device="cpu")
     steps = [
         SimpleNamespace(options=opts, dist_env=dist_env, _noise=generator(0, -step)) for step in (1, 2, 2)
     ]

@@ -89,7 +89,7 @@ def test_three_ranks_evaluate_as_one(script: Script, tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path)
     model = Net(8)
     model.load_state_dict(weights_of(tmp_path))
-    opts = parse_options("", [])
+    opts = parse_options("", arguments=[])
     _, test_set = load_dataset("mnist", staging.DEFAULT_DIR)
     tested = evaluate(model, eval_loader(test_set, opts, DistEnv(device=torch.device("cpu"))), F.nll_loss)
     assert row["test_images"] == tested.samples == 10_000
@@ -101,7 +101,7 @@ def test_three_ranks_evaluate_as_one(script: Script, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_image_once_per_epoch_over_all_ranks(loader: str, world_size: int) -> None:
     count, batch = 240, 24
-    opts = parse_options("", ["--batch-size", str(batch), "--loader", loader])
+    opts = parse_options("", arguments=["--batch-size", str(batch), "--loader", loader])
     split = InMemoryDataset("numbers", torch.zeros(count, 1, 28, 28, dtype=torch.uint8), torch.arange(count))
     one = train_loader(split, opts, DistEnv(device=torch.device("cpu")))
     ranks = [

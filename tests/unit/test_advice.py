@@ -112,7 +112,7 @@ def test_the_run_that_would_help_is_ready_to_paste(answered: Callable[..., dict]
     python, script, *arguments = shlex.split(answer["probes"][0]["command"])
     assert python == "python" and (REPOSITORY / script).is_file()
     assert arguments[:2] == ["--gpus", "2"]
-    opts = parse_options("", arguments[2:])
+    opts = parse_options("", arguments=arguments[2:])
     assert (opts.batch_size, opts.width, opts.recipe, opts.gamma) == (256, 8, "sgd", 0.9)
     assert (opts.scaled_lr, opts.precision, opts.train_size) == (pytest.approx(0.08), "fp32", 59904)
 

@@ -2,8 +2,9 @@
 
 import math
 import os
+import pickle
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from conftest import REPOSITORY, ran, succeeded
 
 from trainkit.config import options
 from trainkit.config.options import option, parse_options
+from trainkit.errors import UserError
 from trainkit.record import records
 from trainkit.record.columns import COLUMNS, Role
 from trainkit.record.records import RecordWriter
 
 MADE_UP = """
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace as Stand
 
@@ -35,20 +38,31 @@ from test_comparison import write_run
 from trainkit.advice.report import AnswerText
 from trainkit.advice.scaling import Shape
 from trainkit.compare import comparison
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 
 folder = Path(sys.argv[1])
-momentum = option(
-    0.0, type=float, metavar="X", help="of the optimizer", shapes_training=True, column="momentum"
-)
+@dataclass(frozen=True)
+class OptionsWithMomentum(Options):
+    momentum: float = option(
+        0.0, type=float, metavar="X", help="of the optimizer", shapes_training=True, column="momentum"
+    )
+
+
 for value in ("0", "0.9"):
-    opts = parse_options("", ["--momentum", value], momentum=momentum)
+    opts = parse_options("", OptionsWithMomentum, arguments=["--momentum", value])
     write_run(folder, f"momentum-{value}", [10, 1000, 1000], **opts.columns())
 rows, _ = comparison.load([folder])
 print(sorted(comparison.summarize(rows).variant))
 run = Stand(stage="single", shape=Shape(1, 1, 64), epochs=3)
 print(AnswerText.command(Stand(rows=rows[rows.momentum > 0], on_cpu=False), run))
 """
+
+
+@dataclass(frozen=True)
+class OptionsOfScript(options.Options):
+    hidden: int = option(128, type=int, metavar="N", help="neurons", shapes_training=True)
+    tied: bool = option(False, help="one matrix for both", shapes_training=True)
+    not_used = {"width"}
 
 
 @pytest.mark.parametrize("column", ["momentum", "torch_version", "train_loss"])
@@ -90,20 +104,22 @@ def test_a_default_can_be_read_back(name: str, tmp_path: Path) -> None:
 
 def test_what_shapes_a_training_without_a_column_is_in_its_settings() -> None:
     """Options of the script's own."""
-    hidden = option(
-        128,
-        type=int,
-        metavar="N",
-        help="neurons",
-        shapes_training=True,
-    )
-    tied = option(
-        False,
-        help="one matrix for both",
-        shapes_training=True,
-    )
-    opts = parse_options("", ["--recipe", "sgd", "--tied"], hidden=hidden, tied=tied)
+    opts = parse_options("", OptionsOfScript, arguments=["--recipe", "sgd", "--tied"])
     assert opts.settings() == "hidden=128 tied"
+
+
+def test_options_reach_the_processes_that_a_script_spawns() -> None:
+    """As an argument of torch.multiprocessing.spawn, which pickles it."""
+    opts = parse_options("", OptionsOfScript, arguments=["--tied", "--batch-size", "8"])
+    copy = pickle.loads(pickle.dumps(opts))
+    assert copy == opts and copy.tied and copy.settings() == opts.settings()
+
+
+def test_an_option_that_the_script_does_not_use_is_none_of_its_command_line() -> None:
+    opts = parse_options("", OptionsOfScript, arguments=[])
+    assert opts.width == options.Options.width
+    with pytest.raises(UserError, match="--width"):
+        parse_options("", OptionsOfScript, arguments=["--width", "4"])
 
 
 def test_an_option_of_a_declaration_and_a_line_of_the_table(tmp_path: Path) -> None:

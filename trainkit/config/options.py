@@ -1,16 +1,16 @@
 """The options that all stages share, each declared once: name, default, type, help and what it shapes.
 
-The command line is made of these declarations, and so are the options that a checkpoint compares
-(`shapes_training`) and the columns that a record takes from them (`column`).
+A script adds its own in a subclass of `Options`. The command line is made of these declarations, and so are
+the options that a checkpoint compares (`shapes_training`) and the columns that a record takes from them
+(`column`).
 """
 
 import argparse
-import sys
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, make_dataclass, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from trainkit import job_folder
 from trainkit.config.command_line import Parser, above_0, at_least, check_divides, given_path
@@ -64,11 +64,8 @@ def _option(
     )
 
 
-# Only the script can use these: where it makes the network, the optimizer and the step, or by
-# build_optimizer.
-OF_THE_SCRIPT = {"recipe", "lr", "lr_scale", "lr_warmup_images", "gamma", "width", "precision"}
 SCRIPT_GROUP = "this script"
-option = partial(_option, SCRIPT_GROUP)  # declares an option of one script, for `parse_options`
+option = partial(_option, SCRIPT_GROUP)  # declares an option of one script, in its subclass of `Options`
 
 
 def float32_precision() -> Field:
@@ -84,10 +81,19 @@ def float32_precision() -> Field:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run; `--help` explains each one."""
+    """The options of a run; `--help` explains each one.
 
-    _given: ClassVar[frozenset[str]] = frozenset()  # that have another value than the default
-    _read: ClassVar[set[str]] = set()  # by code outside the kit
+    A script with options of its own declares a subclass, which may also change the declaration of one of
+    these, and passes it to `parse_options`:
+
+        @dataclass(frozen=True)
+        class AccumulateOptions(Options):
+            accumulate: int = option(4, type=at_least(1), metavar="K", help="micro-batches in a batch")
+            not_used = {"width"}
+    """
+
+    # The names of the options that the script has no use for: its command line does not have them.
+    not_used: ClassVar[set[str]] = set()
 
     epochs: int = _option(
         "training",
@@ -307,29 +313,6 @@ class Options:
         help="run one training step and one test batch, and write nothing",
     )
 
-    def __getattribute__(self, name: str) -> object:
-        """Return the value; note which options the script itself reads, for `unused`."""
-        value = super().__getattribute__(name)
-        caller = sys._getframe(1)
-        while caller.f_globals.get("__name__") == "dataclasses":  # in asdict and replace
-            caller = caller.f_back
-        if not caller.f_globals.get("__name__", "").startswith("trainkit."):
-            type(self)._read.add(name)
-        return value
-
-    def unused(self, by_recipe: set[str]) -> list[str]:
-        """List the options of `OF_THE_SCRIPT` that were given and that the script does not use.
-
-        `by_recipe`: those that build_optimizer has used for it.
-        """
-        used = type(self)._read | by_recipe
-        if "scaled_lr" in used:
-            used |= {"lr", "lr_scale"}
-        if "__dict__" in used:  # the script has taken all of them, by vars
-            used |= OF_THE_SCRIPT
-        unused = (self._given & OF_THE_SCRIPT) - used
-        return [f"--{name.replace('_', '-')}" for name in sorted(unused)]
-
     def declares(self, name: str) -> bool:
         """Return whether the script itself has declared this option."""
         return any(
@@ -418,35 +401,42 @@ def in_words(settings: dict[str, object]) -> str:
     return " ".join(words)
 
 
+OptionsOfScript = TypeVar("OptionsOfScript", bound=Options)
+
+
 def parse_options(
-    description: str, arguments: list[str] | None = None, known_only: bool = False, **added: Field
-) -> Options:
+    description: str,
+    declared: type[OptionsOfScript] = Options,
+    *,
+    arguments: list[str] | None = None,
+    known_only: bool = False,
+) -> OptionsOfScript:
     """Read the command line; with `known_only`, unknown options are ignored.
 
     Args:
-        added: the script's own options, each by its name.
+        description: the text that `--help` begins with, such as the script's docstring.
+        declared: `Options`, or the script's own subclass of it.
+        arguments: the words of the command line, if not those of this process.
 
     Raises:
         UserError: if an option or a value is unknown or makes no sense.
     """
-    added_fields = [(name, object, declared) for name, declared in added.items()]
-    options_of_script = make_dataclass("Options", added_fields, bases=(Options,), frozen=True)
     parser = Parser(description=description, formatter_class=argparse.HelpFormatter)
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for declared in fields(options_of_script):
-        name = declared.metadata["group"]
-        if name not in groups:
-            groups[name] = parser.add_argument_group(name)
-        groups[name].add_argument(f"--{declared.name.replace('_', '-')}", **declared.metadata["argument"])
+    values: dict[str, object] = {}
+    for declaration in fields(declared):
+        values[declaration.name] = declaration.default
+        if declaration.name in declared.not_used:
+            continue
+        group = declaration.metadata["group"]
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        flag = f"--{declaration.name.replace('_', '-')}"
+        groups[group].add_argument(flag, **declaration.metadata["argument"])
     known, unknown = parser.parse_known_args(arguments)
     if unknown and not known_only:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    values = vars(known)
-    options_of_script._given = frozenset(
-        declared.name for declared in fields(options_of_script) if values[declared.name] != declared.default
-    )
-    options_of_script._read = set()
-    return options_of_script(**_completed(values))
+    return declared(**_completed(values | vars(known)))
 
 
 def _completed(values: dict[str, object]) -> dict[str, object]:

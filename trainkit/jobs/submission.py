@@ -457,7 +457,7 @@ def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.
     words = [f"--data-dir={site.data_dir}", f"--results-dir={site.results_dir}"]
     if not stage.plain:
         words += arguments
-    return options.parse_options(stage.label, words, known_only=stage.is_users_own)
+    return options.parse_options(stage.label, arguments=words, known_only=stage.is_users_own)
 
 
 def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:

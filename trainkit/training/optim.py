@@ -1,26 +1,28 @@
 """The recipes: an optimizer and its lr_scheduler, both stepped after every batch."""
 
-from weakref import WeakSet
-
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, OneCycleLR, StepLR
 
 from trainkit.config.options import Options
 
 KERNELS = {"capturable", "foreach", "fused"}  # how an optimizer computes; they change no result
-MADE = WeakSet()  # the optimizers and lr_schedulers that come from here
-# The options that build_optimizer uses, for the optimizer and for the lr_scheduler.
-OF_OPTIMIZER = {"recipe", "lr", "lr_scale"}
-OF_LR_SCHEDULER = {"gamma", "lr_warmup_images"}
 
 
 def build_optimizer(
     options: Options, model: torch.nn.Module, steps_per_epoch: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Return the optimizer for `model` and its lr_scheduler, as `--recipe` says; both step after a batch."""
+    """Return the optimizer for `model` and its lr_scheduler, as `--recipe` says; both step after a batch.
+
+    Both have the recipe's name as their attribute `recipe`, by which a `Run` knows how to record them.
+    """
     optimizer, lr_scheduler = _of_recipe(options, model, steps_per_epoch)
-    MADE.update((optimizer, lr_scheduler))
+    optimizer.recipe = lr_scheduler.recipe = options.recipe
     return optimizer, lr_scheduler
+
+
+def is_by_recipe(part: torch.optim.Optimizer | LRScheduler | None) -> bool:
+    """Return whether `build_optimizer` has made this optimizer or lr_scheduler."""
+    return hasattr(part, "recipe")
 
 
 def _of_recipe(

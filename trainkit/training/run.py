@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn
 
@@ -92,8 +92,7 @@ class Run:
 
     Raises:
         UserError: if results or checkpoints cannot be written. Also if a network or an optimizer is split
-            over the ranks, and not given as `sharded`; if the ranks have other options; or if an option was
-            given that the script does not use.
+            over the ranks, and not given as `sharded`; or if the ranks have other options.
     """
 
     name: str  # the run's name in the record: "single", "dp", "ddp", or your own
@@ -202,7 +201,7 @@ class Run:
             "optimizer": " + ".join(map(identity.of_optimizer, self._optimizers())),
             "schedule": " + ".join(map(identity.of_lr_scheduler, lr_schedulers)),
         }
-        if self.optimizer not in optim.MADE:
+        if not optim.is_by_recipe(self.optimizer):
             columns["lr"] = identity.base_lr(self.optimizer)
             if not self.options.declares("recipe"):
                 columns["recipe"] = OWN_OPTIMIZER
@@ -218,25 +217,30 @@ class Run:
 
     def _is_all_by_recipe(self) -> bool:
         """Return whether build_optimizer has made all that steps the weights."""
-        return all(part in optim.MADE for part in (*self._optimizers(), self.lr_scheduler))
+        return all(map(optim.is_by_recipe, (*self._optimizers(), self.lr_scheduler)))
 
     def _check_options(self) -> None:
-        """Check that all ranks have the same options, and that the script uses those that were given."""
         self._check_ranks_alike()
-        used_by_recipe = set()
-        if any(optimizer in optim.MADE for optimizer in self._optimizers()):
-            used_by_recipe |= optim.OF_OPTIMIZER
-        if self.lr_scheduler in optim.MADE:
-            used_by_recipe |= optim.OF_LR_SCHEDULER
-        unused = self.options.unused(used_by_recipe)
-        if unused:
-            raise UserError(
-                f"this script does not use {', '.join(unused)} (its own optimizer, schedule or network goes "
-                "without): leave that out."
-            )
+        process_group.on_rank_0(self._warn_of_unused_options)
         taken = self.extra_state.keys() & PARTS_OF_RUN
         if taken:
             raise UserError(f"`extra_state` has the name {min(taken)}, as any checkpoint has: give another.")
+
+    def _warn_of_unused_options(self) -> None:
+        """Warn of options that set up a recipe, in a script that makes its optimizer or schedule itself."""
+        names = []
+        if not any(map(optim.is_by_recipe, self._optimizers())):
+            names.append("recipe")
+        if not optim.is_by_recipe(self.lr_scheduler):
+            names += ["gamma", "lr_warmup_images"]
+        defaults = {declaration.name: declaration.default for declaration in fields(self.options)}
+        for name in names:
+            if getattr(self.options, name) != defaults[name] and not self.options.declares(name):
+                print_line(
+                    f"warning: --{name.replace('_', '-')} is an option of build_optimizer, and this script "
+                    "makes its optimizer or its schedule itself: see that it uses the option",
+                    sys.stderr,
+                )
 
     def _check_ranks_alike(self) -> None:
         values = self.options.shaping() | {"test_size": self.options.test_size, "dataset": self._dataset}

@@ -4,13 +4,14 @@ Try: torchrun --standalone --nproc-per-node=2 accumulate.py --accumulate 4 --epo
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from trainkit.config.command_line import at_least, check_divides
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -23,12 +24,16 @@ from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
 
-@entrypoint
-def main() -> None:
-    accumulate = option(
+@dataclass(frozen=True)
+class AccumulateOptions(Options):
+    accumulate: int = option(
         4, type=at_least(1), metavar="K", help="micro-batches in a batch, computed one after the other"
     )
-    opts = parse_options(__doc__, accumulate=accumulate)
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, AccumulateOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -3,11 +3,13 @@
 Try: torchrun --standalone --nproc-per-node=2 batchnorm.py --epochs 2
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -38,10 +40,18 @@ def norm_layer(norm: str, device: torch.device) -> type[nn.Module]:
     return nn.SyncBatchNorm if device.type == "cuda" else SyncOnCPU
 
 
+@dataclass(frozen=True)
+class BatchNormOptions(Options):
+    norm: str = option(
+        "sync",
+        choices=("sync", "local"),
+        help="over the images of all ranks, or of each rank",
+    )
+
+
 @entrypoint
 def main() -> None:
-    norm = option("sync", choices=("sync", "local"), help="over the images of all ranks, or of each rank")
-    opts = parse_options(__doc__, norm=norm)
+    opts = parse_options(__doc__, BatchNormOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

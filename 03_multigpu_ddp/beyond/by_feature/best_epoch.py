@@ -3,14 +3,14 @@
 Try: torchrun --standalone --nproc-per-node=2 best_epoch.py --validation 5000 --patience 3 --epochs 20
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from trainkit.config.command_line import at_least
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, hold_out, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -24,16 +24,20 @@ from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
 
-@entrypoint
-def main() -> None:
-    validation = option(
+@dataclass(frozen=True)
+class BestEpochOptions(Options):
+    validation: int = option(
         5000,
         type=at_least(1),
         metavar="N",
         help="training images that choose the best epoch, the same in every run",
         shapes_training=True,
     )
-    opts = parse_options(__doc__, validation=validation)
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, BestEpochOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

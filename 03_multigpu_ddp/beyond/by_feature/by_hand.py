@@ -3,12 +3,14 @@
 Try: torchrun --standalone --nproc-per-node=2 by_hand.py --epochs 2
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from trainkit import errors
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed import process_group
@@ -22,18 +24,22 @@ from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
 
-@entrypoint
-def main() -> None:
-    flat = option(
+@dataclass(frozen=True)
+class ByHandOptions(Options):
+    flat: bool = option(
         False,
         help="average all gradients in a single call instead of one by one",
     )
-    forget = option(
+    forget: bool = option(
         False,
         help="do not average, so the ranks drift apart",
         shapes_training=True,
     )
-    opts = parse_options(__doc__, flat=flat, forget=forget)
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, ByHandOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -3,12 +3,14 @@
 Try: torchrun --standalone --nproc-per-node=2 by_hand_overlap.py --epochs 2
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -61,14 +63,18 @@ class Buckets:
         self.sent = []
 
 
-@entrypoint
-def main() -> None:
-    wait = option(
+@dataclass(frozen=True)
+class OverlapOptions(Options):
+    wait: str = option(
         "late",
         choices=("late", "at-once"),
         help="wait for all buckets before the update, or for each right after it is sent",
     )
-    opts = parse_options(__doc__, wait=wait)
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, OverlapOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

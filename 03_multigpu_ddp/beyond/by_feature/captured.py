@@ -3,11 +3,13 @@
 Try: torchrun --standalone --nproc-per-node=1 captured.py --epochs 3 --batch-size 128
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -21,15 +23,19 @@ from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
 
-@entrypoint
-def main() -> None:
-    how = option(
+@dataclass(frozen=True)
+class CaptureOptions(Options):
+    how: str = option(
         "captured",
         choices=("captured", "graphed", "eager"),
         help="graphed: with make_graphed_callables; eager: as in mnist_ddp.py",
     )
-    compile_first = option(False, help="compile the network first")
-    opts = parse_options(__doc__, how=how, compile=compile_first)
+    compile: bool = option(False, help="compile the network first")
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, CaptureOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -3,6 +3,8 @@
 Try: torchrun --standalone --nproc-per-node=2 fsdp.py --epochs 2
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 from trainkit import errors
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed import process_group
@@ -28,11 +30,19 @@ from trainkit.training.sharded import Sharded, check_pytorch
 from trainkit.tuning import tune_process
 
 
+@dataclass(frozen=True)
+class FSDPOptions(Options):
+    how: str = option(
+        "shard",
+        choices=("shard", "ddp"),
+        help="each rank has a shard of the network, or all of it",
+    )
+
+
 @entrypoint
 def main() -> None:
     check_pytorch()
-    how = option("shard", choices=("shard", "ddp"), help="each rank has a shard of the network, or all of it")
-    opts = parse_options(__doc__, how=how)
+    opts = parse_options(__doc__, FSDPOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

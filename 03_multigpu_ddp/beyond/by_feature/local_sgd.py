@@ -4,6 +4,7 @@ Try: torchrun --standalone --nproc-per-node=2 local_sgd.py --average-every 4 --e
 """
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 from trainkit.config.command_line import at_least
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -25,16 +26,20 @@ from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
 
-@entrypoint
-def main() -> None:
-    average_every = option(
+@dataclass(frozen=True)
+class LocalSGDOptions(Options):
+    average_every: int = option(
         4,
         type=at_least(1),
         metavar="N",
         help="steps between two averagings",
         shapes_training=True,
     )
-    opts = parse_options(__doc__, average_every=average_every)
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, LocalSGDOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -3,13 +3,14 @@
 Try: torchrun --standalone --nproc-per-node=2 loggers.py --logger tensorboard --epochs 2
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -32,12 +33,16 @@ def logger_of(name: str, results_dir: Path) -> Logger:
     return TensorBoardLogger(results_dir / "tensorboard")
 
 
-@entrypoint
-def main() -> None:
-    logger = option(
+@dataclass(frozen=True)
+class LoggerOptions(Options):
+    logger: str = option(
         "tensorboard", choices=("tensorboard", "wandb", "mlflow"), help="the tool that shows the curves"
     )
-    opts = parse_options(__doc__, logger=logger)
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, LoggerOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

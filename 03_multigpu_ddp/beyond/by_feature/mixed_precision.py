@@ -3,11 +3,13 @@
 Try: torchrun --standalone --nproc-per-node=2 mixed_precision.py --epochs 2
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -20,10 +22,14 @@ from trainkit.training.run import Run
 from trainkit.tuning import tune_process
 
 
+@dataclass(frozen=True)
+class MixedPrecisionOptions(Options):
+    precision: str = option("fp16", choices=("fp16",), help="what the layers compute in")
+
+
 @entrypoint
 def main() -> None:
-    precision = option("fp16", choices=("fp16",), help="what the layers compute in")
-    opts = parse_options(__doc__, precision=precision)
+    opts = parse_options(__doc__, MixedPrecisionOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

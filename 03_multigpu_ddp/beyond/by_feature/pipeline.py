@@ -3,7 +3,7 @@
 Try: torchrun --standalone --nproc-per-node=2 pipeline.py --micro-batches 8 --epochs 2
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from trainkit.config.command_line import at_least, check_divides
-from trainkit.config.options import float32_precision, option, parse_options
+from trainkit.config.options import Options, float32_precision, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.launchers import DistEnv
@@ -90,16 +90,21 @@ class InTurn(nn.Module):
         return x
 
 
-@entrypoint
-def main() -> None:
-    check_pytorch()
-    micro_batches = option(
+@dataclass(frozen=True)
+class PipelineOptions(Options):
+    micro_batches: int = option(
         4,
         type=at_least(1),
         metavar="M",
         help="micro-batches in a batch, which follow each other through the pipeline",
     )
-    opts = parse_options(__doc__, micro_batches=micro_batches, precision=float32_precision())
+    precision: str = float32_precision()
+
+
+@entrypoint
+def main() -> None:
+    check_pytorch()
+    opts = parse_options(__doc__, PipelineOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -3,11 +3,13 @@
 Try: torchrun --standalone --nproc-per-node=2 unused.py --epochs 2
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -38,10 +40,14 @@ class BranchedNet(Net):
         return super().forward(images + weight_of_branch * self.branch(images))
 
 
+@dataclass(frozen=True)
+class UnusedOptions(Options):
+    graph: str = option("find", choices=("find", "plain", "static"), help="how to treat unused parameters")
+
+
 @entrypoint
 def main() -> None:
-    graph = option("find", choices=("find", "plain", "static"), help="how to treat unused parameters")
-    opts = parse_options(__doc__, graph=graph)
+    opts = parse_options(__doc__, UnusedOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -3,13 +3,15 @@
 Try: torchrun --standalone --nproc-per-node=2 gan.py --epochs 5
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.config.command_line import above_0
-from trainkit.config.options import float32_precision, option, parse_options
+from trainkit.config.options import Options, float32_precision, option, parse_options
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -49,16 +51,22 @@ class Critic(nn.Sequential):
         )
 
 
-@entrypoint
-def main() -> None:
-    lr = option(
+@dataclass(frozen=True)
+class GANOptions(Options):
+    lr: float = option(
         2e-4,
         type=above_0(1e6),
         metavar="X",
         help="learning rate of both Adams",
         shapes_training=True,
     )
-    opts = parse_options(__doc__, lr=lr, precision=float32_precision())
+    precision: str = float32_precision()
+    not_used = {"recipe", "gamma", "lr_warmup_images"}
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, GANOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -6,7 +6,7 @@ Try: torchrun --standalone --nproc-per-node=2 gpt.py
 import gpt_data
 import gpt_metrics
 import torch
-from gpt_model import OPTIONS, build_model, build_optimizer, compile_blocks, loss_of, run_name
+from gpt_model import GPTOptions, build_model, build_optimizer, compile_blocks, loss_of, run_name
 from torch import nn
 
 from trainkit import errors
@@ -22,7 +22,7 @@ from trainkit.tuning import tune_process
 
 @entrypoint
 def main() -> None:
-    opts = parse_options(__doc__, **OPTIONS)
+    opts = parse_options(__doc__, GPTOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

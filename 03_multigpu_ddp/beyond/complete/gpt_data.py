@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from trainkit import errors, files
-from trainkit.config.command_line import at_least
-from trainkit.config.options import Options, check_sizes, option
+from trainkit.config.options import Options, check_sizes
 from trainkit.data.loaders import Batch, Batches, DistributedBatchSampler, RankSampler, UnpaddedEvalSampler
 from trainkit.devices import is_gpu
 from trainkit.distributed import process_group
@@ -63,45 +62,6 @@ RULES: dict[str, dict[str, float]] = {
 }
 _TEXTS = " ".join(text for rule in RULES.values() for text in rule)
 WORDS = sorted(set(_TEXTS.split()) - RULES.keys())
-
-
-# How the GPTs read their text.
-OPTIONS = {
-    "context": option(
-        64,
-        type=at_least(2, 2**16),
-        metavar="T",
-        help="tokens that the network sees at a time",
-        shapes_training=True,
-    ),
-    "vocabulary": option(
-        128,
-        type=at_least(len(WORDS), 2**16),
-        metavar="N",
-        help="size of the vocabulary; GPT-2 has 50304",
-        shapes_training=True,
-    ),
-    "shards": option(
-        2,
-        type=at_least(1, 10_000),
-        metavar="N",
-        help=f"files of {SHARD_TOKENS:,} tokens to train on",
-        shapes_training=True,
-    ),
-    "loader": option(
-        "mapped",
-        choices=("mapped",),
-        help="tokens are read from disk",
-        column="loader",
-    ),
-    "epochs": option(
-        3,
-        type=at_least(1),
-        metavar="N",
-        help="passes over the text, or over --train-size windows",
-        shapes_training=True,
-    ),
-}
 
 
 def entropy_rate() -> float:

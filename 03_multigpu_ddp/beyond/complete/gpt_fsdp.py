@@ -6,7 +6,7 @@ Try: torchrun --standalone --nproc-per-node=2 gpt_fsdp.py
 import gpt_data
 import gpt_metrics
 import torch
-from gpt_model import OPTIONS, build_model, build_optimizer, compile_blocks, loss_of, run_name
+from gpt_model import GPTOptions, build_model, build_optimizer, compile_blocks, loss_of, run_name
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -27,7 +27,7 @@ from trainkit.tuning import tune_process
 @entrypoint
 def main() -> None:
     check_pytorch()
-    opts = parse_options(__doc__, **OPTIONS)
+    opts = parse_options(__doc__, GPTOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -4,10 +4,10 @@ import math
 
 import gpt_data
 import torch
+from gpt_model import GPTOptions
 from gpu_peaks import peak
 from torch import nn
 
-from trainkit.config.options import Options
 from trainkit.devices import device_name
 from trainkit.distributed.launchers import DistEnv
 from trainkit.training.evaluation import Metric, Trained
@@ -29,7 +29,7 @@ def flops_per_token(model: nn.Module) -> int:
 
 
 def of_epoch(
-    trained: Trained, opts: Options, dist_env: DistEnv, flops: int, optimizer: torch.optim.Optimizer
+    trained: Trained, opts: GPTOptions, dist_env: DistEnv, flops: int, optimizer: torch.optim.Optimizer
 ) -> list[Metric]:
     """Return the metrics of an epoch, to be called after its last step.
 

@@ -1,6 +1,7 @@
 """The network of gpt.py and gpt_fsdp.py, its loss and its optimizer, and the options of both scripts."""
 
 import math
+from dataclasses import dataclass
 
 import gpt_data
 import torch
@@ -12,71 +13,107 @@ from trainkit.config.command_line import above_0, at_least
 from trainkit.config.options import MOST_IMAGES, Options, option
 from trainkit.errors import UserError
 
-# Every script has some of these options; here they have values that fit this training.
-OPTIONS = {
-    "layers": option(
+
+@dataclass(frozen=True)
+class GPTOptions(Options):
+    """Every script has some of these options; here they have values that fit this training."""
+
+    layers: int = option(
         2,
         type=at_least(1),
         metavar="N",
         help="transformer blocks",
         shapes_training=True,
-    ),
-    "heads": option(
+    )
+    heads: int = option(
         4,
         type=at_least(1),
         metavar="N",
         help="attention heads in each block",
         shapes_training=True,
-    ),
-    "width": option(
+    )
+    width: int = option(
         64,
         type=at_least(1),
         metavar="N",
         help="numbers for each token",
         shapes_training=True,
         column="width",
-    ),
-    **gpt_data.OPTIONS,
-    "compile": option(
+    )
+    context: int = option(
+        64,
+        type=at_least(2, 2**16),
+        metavar="T",
+        help="tokens that the network sees at a time",
+        shapes_training=True,
+    )
+    vocabulary: int = option(
+        128,
+        type=at_least(len(gpt_data.WORDS), 2**16),
+        metavar="N",
+        help="size of the vocabulary; GPT-2 has 50304",
+        shapes_training=True,
+    )
+    shards: int = option(
+        2,
+        type=at_least(1, 10_000),
+        metavar="N",
+        help=f"files of {gpt_data.SHARD_TOKENS:,} tokens to train on",
+        shapes_training=True,
+    )
+    loader: str = option(
+        "mapped",
+        choices=("mapped",),
+        help="tokens are read from disk",
+        column="loader",
+    )
+    epochs: int = option(
+        3,
+        type=at_least(1),
+        metavar="N",
+        help="passes over the text, or over --train-size windows",
+        shapes_training=True,
+    )
+    compile: bool = option(
         False,
         help="have torch.compile make fewer and larger kernels",
-    ),
-    "checkpoint_activations": option(
+    )
+    checkpoint_activations: bool = option(
         False,
         help="keep one tensor of each block, and recompute the others when they are needed",
-    ),
-    "precision": option(
+    )
+    precision: str = option(
         "fp32",
         choices=("fp32", "tf32", "bf16"),
         help="what the layers compute in; bf16 on GPUs that have it",
-    ),
-    "bf16_residuals": option(
+    )
+    bf16_residuals: bool = option(
         False,
         help="with --precision bf16: the residual stream is also bf16, as it always is in gpt_fsdp.py",
         shapes_training=True,
-    ),
-    "recipe": option(
+    )
+    recipe: str = option(
         "adamw",
         choices=("adamw",),
         help="AdamW, with a warm-up and then a cosine schedule",
         column="recipe",
-    ),
-    "lr": option(
+    )
+    lr: float = option(
         0.003,
         type=above_0(1e6),
         metavar="X",
         help="learning rate, with --lr-scale that of batch 64",
         shapes_training=True,
-    ),
-    "lr_warmup_images": option(
+    )
+    lr_warmup_images: int = option(
         1024,
         type=at_least(0, MOST_IMAGES),
         metavar="N",
         help="windows over which the learning rate rises from 0",
         shapes_training=True,
         column="lr_warmup_images",
-    ),
-}
+    )
+    not_used = {"gamma"}
 
 
 class Block(nn.Module):
@@ -154,7 +191,7 @@ class GPT(nn.Module):
         return x
 
 
-def build_model(opts: Options) -> GPT:
+def build_model(opts: GPTOptions) -> GPT:
     """Return the network that the options describe, on the current default device.
 
     Raises:
@@ -190,7 +227,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean"
 
 
 def build_optimizer(
-    opts: Options, model: nn.Module, steps: int
+    opts: GPTOptions, model: nn.Module, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Return AdamW, with weight decay for matrices only, and a warm-up, then a cosine down to a tenth."""
     matrices = [weights for weights in model.parameters() if weights.dim() >= 2]
@@ -207,7 +244,7 @@ def build_optimizer(
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def run_name(name: str, opts: Options) -> str:
+def run_name(name: str, opts: GPTOptions) -> str:
     """Return the name for the record: that of the script, and the options that change only the speed."""
     if opts.checkpoint_activations:
         name += "-recomputed"

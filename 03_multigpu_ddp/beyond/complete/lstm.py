@@ -3,13 +3,15 @@
 Try: torchrun --standalone --nproc-per-node=2 lstm.py --loader workers --epochs 4
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from trainkit.config.command_line import above_0
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.loaders import eval_loader, generator, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
 from trainkit.errors import entrypoint
@@ -53,16 +55,21 @@ class Adder(nn.LSTM):
         return last_hidden[0].sum(dim=1)
 
 
-@entrypoint
-def main() -> None:
-    lr = option(
+@dataclass(frozen=True)
+class LSTMOptions(Options):
+    lr: float = option(
         0.01,
         type=above_0(1e6),
         metavar="X",
         help="the first learning rate, of Adam",
         shapes_training=True,
     )
-    opts = parse_options(__doc__, lr=lr)
+    not_used = {"recipe", "gamma", "lr_warmup_images"}
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, LSTMOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -4,6 +4,7 @@ Try: torchrun --standalone --nproc-per-node=2 resnet.py --images DIR --loader wo
 DIR/train and DIR/val have a folder for each class. Scale 16-bit images to 8 bits first: Pillow clips them.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.models import resnet18
 
 from trainkit.config.command_line import above_0, at_least
-from trainkit.config.options import option, parse_options
+from trainkit.config.options import Options, option, parse_options
 from trainkit.data.loaders import eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
 from trainkit.errors import UserError, entrypoint
@@ -24,28 +25,30 @@ from trainkit.training.run import Run
 from trainkit.training.sync_on_cpu import SyncOnCPU
 from trainkit.tuning import tune_process
 
-OPTIONS = {
-    "images": option(
+
+@dataclass(frozen=True)
+class ResNetOptions(Options):
+    images: Path = option(
         Path("images"),
         type=Path,
         metavar="DIR",
         help="the folder with train/ and val/, each of which has a folder per class",
-    ),
-    "size": option(
+    )
+    size: int = option(
         224,
         type=at_least(32),
         metavar="N",
         help="height and width of an image, in pixels",
         shapes_training=True,
-    ),
-    "lr": option(
+    )
+    lr: float = option(
         0.1,
         type=above_0(1e6),
         metavar="X",
         help="the first learning rate, of SGD",
         shapes_training=True,
-    ),
-}
+    )
+    not_used = {"recipe", "gamma", "lr_warmup_images", "width"}
 
 
 def read(folder: Path, size: int) -> tuple[ImageFolder, ImageFolder]:
@@ -76,7 +79,7 @@ def read(folder: Path, size: int) -> tuple[ImageFolder, ImageFolder]:
 
 @entrypoint
 def main() -> None:
-    opts = parse_options(__doc__, **OPTIONS)
+    opts = parse_options(__doc__, ResNetOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -4,6 +4,7 @@ Try: torchrun --standalone --nproc-per-node=2 tabular.py --epochs 3
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import nn
 
 from trainkit import errors
 from trainkit.config.command_line import at_least, check_divides
-from trainkit.config.options import float32_precision, option, parse_options
+from trainkit.config.options import Options, float32_precision, option, parse_options
 from trainkit.data.loaders import eval_loader, train_loader
 from trainkit.distributed import process_group
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -52,21 +53,26 @@ class TableNet(nn.Module):
         return self.layers(torch.cat([rows[:, :NUMBERS], *vectors], dim=1))
 
 
-@entrypoint
-def main() -> None:
-    weights = option(
+@dataclass(frozen=True)
+class TabularOptions(Options):
+    weights: str = option(
         "exact",
         choices=("exact", "naive", "none"),
         help="how rare classes weigh more: over the whole batch; within each rank's shard; not at all",
         shapes_training=True,
     )
-    accumulate = option(
+    accumulate: int = option(
         1,
         type=at_least(1),
         metavar="K",
         help="micro-batches in a batch, computed one after the other",
     )
-    opts = parse_options(__doc__, weights=weights, accumulate=accumulate, precision=float32_precision())
+    precision: str = float32_precision()
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, TabularOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -3,6 +3,7 @@
 Try: torchrun --standalone --nproc-per-node=2 vae_counts.py --epochs 100 --gamma 0.95 --patience 3
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import NegativeBinomial
 
-from trainkit.config.options import float32_precision, option, parse_options
+from trainkit.config.options import Options, float32_precision, option, parse_options
 from trainkit.data.datasets import InMemoryDataset
 from trainkit.data.loaders import eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
@@ -130,12 +131,17 @@ def negative_elbo(
     return losses.sum() if reduction == "sum" else losses.mean()
 
 
-@entrypoint
-def main() -> None:
-    graph = option(
+@dataclass(frozen=True)
+class CountsOptions(Options):
+    graph: str = option(
         "find", choices=("find", "plain"), help="with find_unused_parameters, or without it, which fails"
     )
-    opts = parse_options(__doc__, graph=graph, precision=float32_precision())
+    precision: str = float32_precision()
+
+
+@entrypoint
+def main() -> None:
+    opts = parse_options(__doc__, CountsOptions)
     dist_env = init_distributed(
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )

@@ -63,7 +63,7 @@ def main() -> None:
             "--results-dir": args.out.parent,
         }
         words = [str(word) for argument in arguments.items() for word in argument]
-        measure(table, parse_options(__doc__, words), dist_env, train_set, args.steps)
+        measure(table, parse_options(__doc__, arguments=words), dist_env, train_set, args.steps)
 
 
 def measure(
