@@ -51,7 +51,7 @@ def explain(pattern: str, sentence: str) -> None:
     _SENTENCES[pattern] = sentence
 
 
-def entrypoint(main: Callable[..., int | None]) -> Callable[..., NoReturn]:
+def entrypoint(main: Callable[..., int | None]) -> Callable[..., None]:
     """Make `main` the function by which a program begins and ends, as PyTorch Elastic's @record does.
 
         @entrypoint
@@ -60,21 +60,23 @@ def entrypoint(main: Callable[..., int | None]) -> Callable[..., NoReturn]:
         if __name__ == "__main__":
             main()
 
-    The function that it returns ends the process, with the return value of `main` as the exit code. A
-    `UserError` prints its sentence on stderr and exits with 1, as do the errors of `explain`; `Stopped`
-    exits with 0, Ctrl-C with 130. Any other error keeps its traceback. In a job each rank also leaves a note
-    on how it ended (job_folder.py).
+    The function that it returns comes back after success, and after `Stopped`; if `main` returns a number
+    other than 0, it exits with it. A `UserError` prints its sentence on stderr and exits with 1, as do the
+    errors of `explain`; Ctrl-C exits with 130. Any other error keeps its traceback. In a job each rank also
+    leaves a note on how it ended (job_folder.py).
     """
 
     @functools.wraps(main)
-    def run_and_exit(*args: object, **kwargs: object) -> NoReturn:
-        _run(functools.partial(main, *args, **kwargs))
+    def run(*args: object, **kwargs: object) -> None:
+        code = _run(functools.partial(main, *args, **kwargs))
+        if code:
+            sys.exit(code)
 
-    return run_and_exit
+    return run
 
 
-def _run(main: Callable[[], int | None]) -> NoReturn:
-    """Call `main` and leave the process, as `entrypoint` says."""
+def _run(main: Callable[[], int | None]) -> int | None:
+    """Call `main` and return its value; leave the process after a failure, as `entrypoint` says."""
     note("started")
     _refuse_another_checkout()
     if rank_of() is not None:
@@ -111,10 +113,11 @@ def _run(main: Callable[[], int | None]) -> NoReturn:
         note("failed", f"error{_on_which_rank()}: {type(error).__name__}: {first_line(error)}")
         raise
     note("finished", last_words)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # a signal now would turn success into failure
+    if rank_of() is not None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # a signal now would turn a rank's success into failure
     print_line()  # flush while an output error can still be ignored
-    sys.exit(code)
+    return code
 
 
 def _refuse_another_checkout() -> None:

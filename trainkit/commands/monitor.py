@@ -13,7 +13,6 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from trainkit import job_folder
 from trainkit.config.command_line import Parser, at_least, given, given_path
@@ -25,7 +24,7 @@ from trainkit.monitor import watch
 from trainkit.record import samples
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Begin and end the program."""
     # Without the variable it leaves no notes of a rank in the job's folder.
     own_job = os.environ.pop(job_folder.VARIABLE, None)
