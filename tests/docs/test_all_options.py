@@ -42,7 +42,6 @@ TRAININGS = {
         --bf16-residuals --checkpoint-activations --compile --context --heads --layers --shards
         --vocabulary""",
     f"{BEYOND}/complete/lightning/mnist_lightning.py": "",
-    f"{BEYOND}/by_feature/local_sgd.py": "--average-every",
     f"{BEYOND}/by_feature/loggers.py": "--logger",
     f"{BEYOND}/complete/lstm.py": "",
     f"{BEYOND}/by_feature/mixed_precision.py": "",
@@ -73,7 +72,6 @@ OTHERS = {
         --batch-size --budget --deadline --epochs --gpus --gpus-per-node --json --min-efficiency --out
         --price --set --target""",
     "results/plot_results.py": "--each --out --target",
-    "results/to_tensorboard.py": "--out",
     "slurm/experiments/looks_busy.py": "--no-cuda --seconds",
     "slurm/jobs.py": "--asked",
     "slurm/monitor.py": "--sample --verdict",

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("mnist_dir")
 DP_BY_HAND = REPOSITORY / "02_multigpu_dp" / "by_hand.py"
 # Those whose difference to the stage is the lesson. The others are trainings of their own.
 VARIANTS = ("accumulate.py", "batchnorm.py", "by_hand.py", "captured.py", "fsdp.py", "mixed_precision.py")
-VARIANTS += ("best_epoch.py", "by_hand_overlap.py", "local_sgd.py", "unused.py")
+VARIANTS += ("best_epoch.py", "by_hand_overlap.py", "unused.py")
 SMALL = ("--train-size", 250, "--test-size", 100, "--batch-size", 60, "--no-cuda", "--epochs", 2)
 SMALL += ("--width", 4)
 WIDE = ("--width", 32)
@@ -50,8 +50,6 @@ TRAININGS = {
     "at-once": ((2,), "buckets.py", "--wait", "at-once"),
     "accumulate": ((2,), "counted.py", "--accumulate", 5),
     "whole": ((2,), "counted.py", "--accumulate", 1),
-    "every-1": ((2,), BY_FEATURE / "local_sgd.py", "--average-every", 1),
-    "every-3": ((2,), BY_FEATURE / "local_sgd.py", "--average-every", 3),
     "fp16": ((2,), "overflow.py"),
     # A step per epoch: BatchNorm makes rounding errors grow faster. So does a narrow network here.
     "sync": ((1, 2), BY_FEATURE / "batchnorm.py", "--norm", "sync", "--train-size", 60, *WIDE),
@@ -61,7 +59,7 @@ TRAININGS = {
     "dp": ((1,), DP_BY_HAND, "--replicas", 3),
 }
 # By two ranks also with a stop after the first epoch: those that keep more than stage 03 does.
-RESUMED = ("every-3", "fp16", "sync")
+RESUMED = ("fp16", "sync")
 # Copies with more lines: the variant, and each of its lines that one more comes before.
 COUNTING = """\
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -176,16 +174,6 @@ def test_micro_batches_train_as_the_whole_batch(trained: Callable) -> None:
 def test_micro_batches_all_reduce_their_gradients_once(trained: Callable) -> None:
     calls, of_the_whole = (trained(name, 2).told.count("all-reduce") for name in ("accumulate", "whole"))
     assert calls == of_the_whole >= 2 * 8
-
-
-def test_weights_averaged_after_each_step_are_those_of_ddp_and_less_often_they_are_not(
-    trained: Callable,
-) -> None:
-    """In between each rank goes its own way; the momentum of SGD, too, is a mean of the gradients' means."""
-    ddp = trained("ddp", 2).weights
-    assert furthest(trained("every-1", 2).weights, ddp) < ROUNDING
-    assert furthest(trained("every-3", 2).weights, ddp) > 2 * ROUNDING
-    assert {row["settings"] for row in trained("every-3", 2).rows} == {"average_every=3"}
 
 
 def test_an_overflow_on_one_rank_is_a_step_that_all_leave_out(trained: Callable) -> None:

@@ -5,9 +5,7 @@ import json
 import os
 import re
 import resource
-import runpy
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -18,7 +16,6 @@ import pytest
 from conftest import ENVIRONMENT, succeeded
 from forking import Forking
 from matplotlib.figure import Figure
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainkit.compare import variants
 from trainkit.compare.report import report, report_each
@@ -754,27 +751,6 @@ def test_a_table_has_the_unit_of_its_trainings(compared: Compared, tmp_path: Pat
     assert sorted(seen.table.images_per_s) == [65, 100, 190]
     seen = compared(tmp_path / "mixed")
     assert re.search(r"samples/s +min..max .*\n.* 100 +100..100 .*\n.* 190 +190..190 +1.90 ", seen.text)
-
-
-def test_tensorboard_gets_each_epoch_of_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With metrics of one's own; a second call writes them anew."""
-    script = str(ROOT / "results" / "to_tensorboard.py")
-    path = write_run(tmp_path, "single-1", [100, 200], test_loss="nan")
-    metrics = "epoch\tmetric\tof\tvalue\n2\trecall\tcats\t0.5\n"
-    records.beside(path, "metrics").write_text(metrics)
-    write_run(tmp_path, "single-2", [300, 400])
-    main = runpy.run_path(script)["main"].__wrapped__
-    board = tmp_path / "board"
-    monkeypatch.setattr(sys, "argv", [script, str(tmp_path), "--out", str(board)])
-    main()
-    main()
-    assert {folder.name for folder in board.iterdir()} == {"single-1", "single-2"}
-    events = EventAccumulator(str(board / "single-1")).Reload()
-    speeds = [(event.step, event.value) for event in events.Scalars("images_per_s")]
-    assert speeds == [(1, 100), (2, 200)]
-    (recall,) = events.Scalars("recall/cats")
-    assert (recall.step, recall.value) == (2, 0.5)
-    assert "test_loss" not in events.Tags()["scalars"]
 
 
 def test_a_report_leaves_no_figure_of_other_runs(tmp_path: Path) -> None:
