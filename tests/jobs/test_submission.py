@@ -467,9 +467,12 @@ def _failed(*why: str) -> Outcome:
     return replace(WELL, exit_code=1, why=list(why))
 
 
-def _show(state: str, reason: str = "None", restarts: int = 0, job_id: int = 7) -> str:
+def _show(
+    state: str, reason: str = "None", restarts: int = 0, job_id: int = 7, partitions: str = "gpu"
+) -> str:
     """What squeue answers of a job, in the columns that it is asked for."""
-    return f"printf '%-20s%-20s%-20s%-20s%-200s\\n' {job_id} {job_id} '{state}' {restarts} '{reason}'"
+    words = f"{job_id} {job_id} '{state}' {restarts} {partitions} '{reason}'"
+    return f"printf '%-20s%-20s%-20s%-20s%-200s%-200s\\n' {words}"
 
 
 def job_seven(checkout: Checkout) -> SlurmHandle:
@@ -573,7 +576,9 @@ def test_a_job_that_never_ran_and_another_with_its_number(
     assert job.state().name == "failed"
 
 
-@pytest.mark.parametrize("reason", ["PartitionTimeLimit", "QOSMaxWallDurationPerJobLimit", "QOSMinGRES"])
+@pytest.mark.parametrize(
+    "reason", ["PartitionTimeLimit", "MaxMemPerLimit", "QOSMaxWallDurationPerJobLimit", "QOSMinGRES"]
+)
 def test_a_reason_that_comes_later_and_never_ends(
     reason: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -588,10 +593,14 @@ def test_a_reason_that_comes_later_and_never_ends(
     assert job.state().name == "failed"
 
 
-def test_a_limit_that_ends_with_other_jobs_is_waited_for(
-    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("reason", "partitions"),
+    [("QOSMaxJobsPerUserLimit", "gpu"), ("MaxMemPerLimit", "small,gpu"), ("PartitionTimeLimit", "gpu,small")],
+)
+def test_a_limit_of_other_jobs_or_of_one_of_several_partitions_is_waited_for(
+    reason: str, partitions: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkout.fake("squeue", _show("PENDING", "QOSMaxJobsPerUserLimit"))
+    checkout.fake("squeue", _show("PENDING", reason, partitions=partitions))
     monkeypatch.setenv("PATH", str(checkout.commands))
     monkeypatch.setattr(following, "NEVER_STARTS_SECONDS", 0)
     assert job_seven(checkout).state().name == "queued"
@@ -758,16 +767,19 @@ def test_slurm_is_here_where_it_knows_a_controller(scontrol: str, is_here: bool,
     assert ("GPU-hours" in swept.stdout) == is_here
 
 
-def test_a_job_that_could_never_start_is_cancelled(
+def test_a_reason_to_start_never_that_comes_late_cancels_the_job(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As Slurm 24.11 and 26.05 give it; of real clusters: test_other_sites.py."""
     cancelled = checkout.folder / "cancelled"
     checkout.fake("sbatch", "echo Submitted batch job 7")
     checkout.fake("srun", "")
     checkout.fake("scontrol", "echo 'Slurmctld(primary) at n0 is UP'")
-    checkout.fake("squeue", _show("PENDING", "PartitionTimeLimit"))
+    asked_before = shlex.quote(str(checkout.folder / "asked before"))
+    late = f"[[ -e {asked_before} ]] && {_show('PENDING', 'MaxMemPerLimit')} || {_show('PENDING')}"
+    checkout.fake("squeue", f"{late}; >{asked_before}")
     checkout.fake("scancel", f"echo $1 >{shlex.quote(str(cancelled))}")
-    with pytest.raises(UserError, match=r"never start the job \(PartitionTimeLimit\): ask"):
+    with pytest.raises(UserError, match=r"never start the job \(MaxMemPerLimit\): ask"):
         _main("ddp", "", checkout, monkeypatch)
     assert cancelled.read_text() == "7\n"
     assert not job_folders(checkout)

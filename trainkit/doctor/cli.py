@@ -32,11 +32,11 @@ from trainkit.config.command_line import Parser, at_least, given
 from trainkit.doctor import checkup, login_node
 from trainkit.doctor.checkup import FAULT, NOTE, OK, WARNING, Finding, findings_in, has_fault, read_messages
 from trainkit.errors import UserError, entrypoint, print_line, reason
-from trainkit.jobs import local, slurm
+from trainkit.jobs import limits, local, slurm
 from trainkit.jobs.following import SlurmHandle
 from trainkit.jobs.program import add_options, from_options, split
-from trainkit.jobs.sbatch_options import sbatch_options
-from trainkit.jobs.site import OPTION_TEMPLATES, Site
+from trainkit.jobs.sbatch_options import of_variables, sbatch_options
+from trainkit.jobs.site import DEFAULT_MINUTES, OPTION_TEMPLATES, Site
 from trainkit.jobs.stages import REPOSITORY, STAGES, resources
 from trainkit.record import records
 from trainkit.record.columns import DDP
@@ -188,6 +188,18 @@ def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
     refusal = _refusal("submission", done)
     if refusal:
         return [refusal]
+    words = (word.removeprefix("--").partition("=") for word in options.sbatch_options)
+    asked = {
+        "nodes": str(options.nodes),
+        "time": str(DEFAULT_MINUTES),
+        **sbatch_options(site, options.shape),
+        **of_variables(site.sbatch),
+        **{option: value for option, _, value in words},
+    }
+    beyond = limits.excess(asked)
+    if beyond:
+        message = f"the jobs of the stages would never start ({beyond.reason}: {beyond.limit})"
+        return [Finding("submission", FAULT, message, slurm.advice(beyond.reason))]
     # It names a job, but there is none.
     when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
     findings = [Finding("submission", OK, f"Slurm would accept the job (nothing was submitted): {when}")]

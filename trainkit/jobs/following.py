@@ -254,6 +254,16 @@ class SlurmHandle(Handle):
     def how_to_follow(self) -> str:
         return f"state    squeue --jobs={self.job_id}\n{super().how_to_follow()}"
 
+    def reason(self, seconds: float) -> str:
+        """Return why it waits; if Slurm gives no reason so far, it is asked again for so many seconds."""
+        until = time.monotonic() + seconds
+        state = self.state()
+        while state.reason == slurm.NO_REASON and time.monotonic() < until:
+            time.sleep(1)
+            self.asked_at = -math.inf
+            state = self.state()
+        return state.reason
+
     def _unanswered(self) -> State:
         message = self.status.reason
         if time.monotonic() - self.answered_at > UNANSWERED_SECONDS:
@@ -271,7 +281,7 @@ class SlurmHandle(Handle):
         if slurm.never_starts(reason):
             return self._never_starts()
         self.never_starts_since = None
-        detail = "no reason yet" if reason == "None" else reason
+        detail = "no reason yet" if reason == slurm.NO_REASON else reason
         if self.status.restarts:
             detail += f", restart {self.status.restarts}"
         return State("queued", detail, reason)

@@ -1,7 +1,5 @@
 """The settings of slurm/site.sh, for the programs on the login node; needs only the standard library."""
 
-import math
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +13,8 @@ OPTION_TEMPLATES = {
     "SITE_CPUS": "--cpus-per-task=%d",
     "SITE_MEM": "--mem=%dG",
 }
-
+# The time limit of a job where neither its user nor the site gives one; so in the stages' job scripts.
+DEFAULT_MINUTES = 30
 
 # Reading slurm/site.sh may take so long: some sites load modules there.
 SITE_FILE_SECONDS = 120
@@ -61,22 +60,8 @@ class Site(NamedTuple):
 
     @property
     def minutes(self) -> int | None:
-        """Return SBATCH_TIMELIMIT in minutes, rounded up; None if it is not set, or no number of them.
-
-        Its forms are those of sbatch --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
-        days-hours:minutes and days-hours:minutes:seconds.
-        """
-        limit = re.fullmatch(
-            r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?",
-            self.sbatch.get("SBATCH_TIMELIMIT", ""),
-        )
-        if not limit:
-            return None
-        first, second, third = (int(limit[name] or 0) for name in ("first", "second", "third"))
-        if limit["days"] is None and limit["third"] is None:
-            return first + math.ceil(second / 60)
-        days = int(limit["days"] or 0)
-        return (days * 24 + first) * 60 + second + math.ceil(third / 60)
+        """Return SBATCH_TIMELIMIT in minutes, rounded up; None if it is not set, or no number of them."""
+        return slurm.in_minutes(self.sbatch.get("SBATCH_TIMELIMIT", ""))
 
 
 def read_site() -> Site:
