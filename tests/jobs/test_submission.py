@@ -4,6 +4,7 @@ Every test works on a copy of the checkout, so that it can have a site file of i
 stage script. There is a space in its path.
 """
 
+import errno
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import pytest
 import torch
 from checkout import FOLDERS, SCRIPTS, Checkout, wait_until
 from cluster import RunningCluster
-from conftest import REPOSITORY, rows_of, succeeded
+from conftest import REPOSITORY, one_error, rows_of, succeeded
 
 from trainkit import job_folder
 from trainkit.errors import UserError
@@ -746,6 +747,38 @@ def test_a_mistake_is_told_before_anything_is_sent(
     with pytest.raises(UserError, match=sentence):
         _main(stage, arguments, checkout, monkeypatch)
     assert not job_folders(checkout)
+
+
+@pytest.mark.parametrize(
+    ("command", "unwritten"),
+    [
+        ("03_multigpu_ddp/submit.py --local", "results/jobs/submitit/tell-"),
+        ("slurm/sweep.py --local --gpus 1 --out full/sweep", "sweep/options.txt"),
+    ],
+)
+def test_a_disk_that_is_full_after_the_first_file(command: str, unwritten: str, checkout: Checkout) -> None:
+    """It has room for the file that is written to see whether a folder can be written to."""
+    full = checkout.folder / "full"
+    full.mkdir()
+    checkout.site(f"SITE_RESULTS_DIR={shlex.quote(str(full / 'results'))}\nSITE_MONITOR=off\n")
+    script = checkout.folder / "tell.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    mount = (
+        'page=$(getconf PAGESIZE); mount -t tmpfs -o size=$((10 * page)) full "$1" || exit 77; '
+        'mkdir -p "$1/results/runs" "$1/results/jobs/submitit"; '
+        'head -c $((9 * page)) /dev/zero >"$1/filled"; shift; exec "$@"'
+    )
+    host = ["unshare", "--mount", *(["--map-root-user"] if os.getuid() else [])]
+    program, *options = command.split()
+    done = checkout.run(
+        "env", f"PATH={os.environ['PATH']}", *host, "bash", "-c", mount, "bash", full,
+        sys.executable, program, *options, "--plain", script,
+    )  # fmt: skip
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"no disk can be mounted here: {done.stderr}")
+    told = one_error(done)
+    assert str(full / unwritten) in told and os.strerror(errno.ENOSPC) in told
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from trainkit.config import options
 from trainkit.config.command_line import Parser, at_least, given, time_limit
 from trainkit.data import staging
 from trainkit.errors import UserError, print_line
-from trainkit.files import check_writable
+from trainkit.files import check_writable, explained
 from trainkit.jobs import array, limits, local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
 from trainkit.jobs.program import add_options, from_options, misplaced, note_on_environment, split
@@ -171,8 +171,9 @@ class Sent:
     handle: Handle | None = None
 
 
-def sending(request: Request) -> AbstractContextManager[Sent]:
-    """Check the request, make its folder, and return what surrounds the call of submitit.
+@contextmanager
+def sending(request: Request) -> Iterator[Sent]:
+    """Check the request and make its folder; surround the call of submitit.
 
     It prepares the environment, for sbatch or for the processes here. After the call it finds a job that
     Slurm took without saying so, cancels one that it can never start, and starts the monitor of processes
@@ -180,8 +181,8 @@ def sending(request: Request) -> AbstractContextManager[Sent]:
 
     Raises:
         UserError: for options that the stage would refuse, missing data, more than the partition allows, a
-            folder that cannot be written to; from the call itself, if sbatch refuses the job (RefusedError),
-            or does not say whether it has taken it.
+            folder that cannot be written to; after the call, if sbatch refuses the job (RefusedError), or
+            does not say whether it has taken it.
     """
     fix = "free the space, fix the permissions, or choose different folders (--results-dir, slurm/site.sh)."
     for job in request.jobs:
@@ -191,9 +192,10 @@ def sending(request: Request) -> AbstractContextManager[Sent]:
         _check_limits(request)
     # A job without its log's folder fails without a log.
     check_writable(request.folder, "the job's logs", fix)
-    if request.why_here:
-        return _starting_here(request)
-    return _sending_to_slurm(request)
+    send = _starting_here if request.why_here else _sending_to_slurm
+    # The files of the check fit on a disk, or into a quota, that those of the job then fill.
+    with explained(f"the job's files cannot be written to {request.folder}", fix), send(request) as sent:
+        yield sent
 
 
 @contextmanager
