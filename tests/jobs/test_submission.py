@@ -577,6 +577,22 @@ def test_a_job_that_never_ran_and_another_with_its_number(
     assert job.state().name == "failed"
 
 
+@pytest.mark.parametrize("state", ["FAILED", "COMPLETED"])
+def test_a_job_whose_nodes_do_not_see_its_folder(
+    state: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log that does not exist is not named, but the settings that choose its folder are."""
+    checkout.fake("squeue", _show(state, "NonZeroExitCode"))
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    monkeypatch.setattr(following, "OUTCOME_SECONDS", -1)
+    job = replace(job_seven(checkout), folder=checkout.folder / "nowhere")
+    told = job.state()
+    assert told.name == "failed"
+    assert str(job.log) not in told.detail and "SITE_SCRATCH_DIR" in told.detail
+    job.log.touch()
+    assert "SITE_SCRATCH_DIR" not in job.state().detail
+
+
 @pytest.mark.parametrize(
     "reason", ["PartitionTimeLimit", "MaxMemPerLimit", "QOSMaxWallDurationPerJobLimit", "QOSMinGRES"]
 )

@@ -669,6 +669,8 @@ def announce(request: Request, job: Handle) -> None:
         held_by_this_shell = slurm.job_of_this_shell()
         if held_by_this_shell:
             print_line(f"note: {held_by_this_shell}")
+    for sentence in request.site.misspelt:
+        print_line(f"note: {sentence}")
     if request.stage.program:
         note = note_on_environment(request.stage.program)
         if note:
