@@ -52,11 +52,11 @@ class Kind:
 
 KINDS = {
     "a kind of GPU, by --gres": Kind(
-        refuses='not string.find(job.tres_per_node or "", "gpu:a100:[0-9]")',
-        options=("--gpu-kind", "a100"),
-        site="SITE_GPUS=--gres=gpu:a100:%d\n",
+        refuses='not string.find(job.tres_per_node or "", "gpu:1g.10gb:[0-9]")',
+        options=("--gpu-kind", "1g.10gb"),
+        site="SITE_GPUS=--gres=gpu:1g.10gb:%d\n",
         submission=("single", "--gpus", 1),  # which asks for one of the two
-        facts={"TresPerNode": "gpu:a100:1"},
+        facts={"TresPerNode": "gpu:1g.10gb:1"},
         cpus_per_task=2,
     ),
     "memory and cores come with the GPU": Kind(
