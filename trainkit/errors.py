@@ -1,5 +1,6 @@
 """One clear sentence instead of a traceback for a mistake that a user can correct."""
 
+import errno
 import functools
 import os
 import re
@@ -20,6 +21,7 @@ from trainkit.signals import STOP_SIGNALS
 REPOSITORY = Path(__file__).resolve().parents[1]
 # PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_MEMORY = "this process cannot get more memory: ask Slurm for more with --mem, or raise `ulimit -v`."
 
 
@@ -200,12 +202,18 @@ def _on_which_rank() -> str:
 
 
 def _explanation(error: Exception) -> str | None:
-    """Return what to say of a known error of PyTorch; None for other errors."""
+    """Return what to say of a known error of PyTorch or of the system; None for other errors."""
     if isinstance(error, RuntimeError):
         for pattern, sentence in _SENTENCES.items():
             found = re.search(pattern, str(error))
             if found:
                 return sentence.format(found=found[0].strip())
+    if isinstance(error, OSError) and error.errno in NO_SPACE and rank_of() is None:
+        # On the login node a full quota is what HPC users meet most often. A check before cannot foresee
+        # it: the first files may fit. In a rank the traceback tells which file it was.
+        path = error.filename2 or error.filename
+        file = f" to write {path}" if path else ""
+        return f"there is no space{file} ({error.strerror}): free some, or ask for a larger quota."
     return NO_MEMORY if _lacks_memory(error) else None
 
 

@@ -36,7 +36,7 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
     fails, `path` keeps its old content.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if it cannot be written; it names a file.
     """
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
@@ -46,9 +46,11 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # an error in writing names no file
         raise
 
 

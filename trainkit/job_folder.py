@@ -8,6 +8,7 @@
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
 | `script.json` | the script that the job runs, its arguments, and the commit of its code (`Script`) |
 | `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/ending.py |
+| `earlier-outcome.json` | how the start before has ended, while the next one runs |
 | `ended-for-good` | the job has ended well, and does nothing more if Slurm starts it again |
 | `checkpoints`, `monitor` | the files of training/checkpoint.py; the samples (record/samples.py) |
 | `plain` | the job's script does not use the kit (jobs/plain.py); it may write `stopped` itself |
@@ -32,6 +33,7 @@ VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this 
 PLAIN = "plain"
 CHECKPOINTS = "checkpoints"
 OUTCOME = "outcome.json"
+EARLIER_OUTCOME = "earlier-outcome.json"
 SCRIPT = "script.json"
 ENDED_FOR_GOOD = "ended-for-good"
 FIRST_FAILED = "first-failed"
@@ -52,8 +54,10 @@ def prepare(folder: Path, plain: bool) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     of_ranks = [path for path in folder.glob("rank-*") if NOTE.fullmatch(path.name)]
-    for path in (*of_ranks, folder / FIRST_FAILED, folder / STOPPED, folder / OUTCOME):
+    for path in (*of_ranks, folder / FIRST_FAILED, folder / STOPPED):
         path.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        (folder / OUTCOME).rename(folder / EARLIER_OUTCOME)
     if plain:
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
         (folder / PLAIN).touch()
@@ -230,7 +234,7 @@ class Outcome:
         failed_rank: the rank that failed first, if it is known.
         saved: where it saved before a signal stopped it, if one did.
         requeued: whether it has gone back to the queue.
-        seconds: how long it ran.
+        seconds: how long it ran; as it is kept, with all starts before.
         said: the last lines of its log.
     """
 
@@ -256,13 +260,25 @@ def keep_outcome(folder: Path, outcome: Outcome) -> None:
         OSError: if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / OUTCOME, asdict(outcome))
+    seconds = earlier_seconds(folder) + outcome.seconds
+    _write_json(folder / OUTCOME, asdict(outcome) | {"seconds": seconds})
 
 
 def read_outcome(folder: Path) -> Outcome | None:
     """Return how the job's last start has ended; None while it runs, and if it was killed before its end."""
+    return _read_outcome(folder / OUTCOME)
+
+
+def earlier_seconds(folder: Path) -> int:
+    """Return how long the starts before this one ran, without those that were killed before their end."""
+    # A start that does nothing more, as the job has ended well, has not been prepared.
+    earlier = _read_outcome(folder / OUTCOME) or _read_outcome(folder / EARLIER_OUTCOME)
+    return earlier.seconds if earlier else 0
+
+
+def _read_outcome(path: Path) -> Outcome | None:
     try:
-        return Outcome(**json.loads((folder / OUTCOME).read_text(encoding="utf-8")))
+        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -68,7 +68,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--gpus", type=number(0, 16), default=2, help="virtual GPUs per node (default: 2)")
     options.add_argument(
         "--gpu-kind",
-        type=cluster_name,
+        type=gpu_kind,
         metavar="KIND",
         help="of the GPUs, such as a100 (default: none)",
     )
@@ -113,6 +113,13 @@ def parse() -> argparse.Namespace:
 def cluster_name(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,30}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not 1 to 31 small letters, digits and dashes")
+    return text
+
+
+def gpu_kind(text: str) -> str:
+    """Return a kind as real clusters have it, such as nvidia_h100_80gb_hbm3 or 1g.10gb, a part of a GPU."""
+    if not re.fullmatch("[A-Za-z0-9_.-]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not letters, digits, dots, dashes and underscores")
     return text
 
 

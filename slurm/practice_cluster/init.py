@@ -54,7 +54,7 @@ def start(cluster: Cluster) -> None:
     slurmctld.wait_for(lambda: listens(cluster, config.SLURMCTLD_PORT))
     slurmds = {node: start_slurmd(cluster, node) for node in cluster.node_names}
     for node, slurmd in slurmds.items():
-        slurmd.wait_for(partial(is_idle, node))
+        slurmd.wait_for(partial(is_idle, node), needed=slurmctld)
 
 
 class Daemon:
@@ -68,12 +68,18 @@ class Daemon:
         with self.log.open("w") as log, stdin.open() as source:
             self.process = subprocess.Popen(command, stdin=source, stdout=log, stderr=log)
 
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Return when `condition` is true; raise a ClusterError if the daemon ends or takes too long."""
+    def wait_for(self, condition: Callable[[], bool], needed: "Daemon | None" = None) -> None:
+        """Return when `condition` is true; raise a ClusterError if the daemon ends or takes too long.
+
+        Args:
+            needed: a daemon that it talks to, which may end as well: slurmctld listens before it has read all
+                of slurm.conf.
+        """
         deadline = time.monotonic() + START_SECONDS
         while not condition():
-            if self.process.poll() is not None:
-                raise self.failure("ended")
+            for daemon in (needed, self):
+                if daemon and daemon.process.poll() is not None:
+                    raise daemon.failure("ended")
             if time.monotonic() > deadline:
                 raise self.failure(f"was not ready after {START_SECONDS:.0f} s")
             time.sleep(0.02)

@@ -40,7 +40,8 @@ def site_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The slurm/site.sh that the checks within this process read, in a folder of its own."""
     folder = tmp_path / "slurm"
     folder.mkdir()
-    shutil.copy(site.REPOSITORY / "slurm" / "site_env.sh", folder)
+    for name in ("site_env.sh", "site.example.sh"):
+        shutil.copy(site.REPOSITORY / "slurm" / name, folder)
     for module in (site, login_node):
         monkeypatch.setattr(module, "REPOSITORY", tmp_path)
     return folder / "site.sh"
@@ -488,6 +489,23 @@ def test_a_job_that_slurm_refuses_is_a_fault(on_cluster: Callable, checkout: Che
     told = on_cluster()
     assert found(told, "submission", OK)
     assert "job script of stage 03" in found(told, "submission", WARNING)
+
+
+def test_data_that_only_the_login_node_sees(
+    on_cluster: Callable, checkout: Checkout, cluster: RunningCluster
+) -> None:
+    """To get them once more would change nothing."""
+    if cluster.run(["hostname"]).stdout != "login\n":
+        pytest.skip("the nodes of this cluster are one host, and share all folders")
+    of_login = f"/dev/shm/{checkout.folder.parent.name}"
+    cluster.run(["cp", "--recursive", "--dereference", checkout.folder / "data", of_login])
+    try:
+        checkout.site(f"SITE_DATA_DIR={of_login}\n")
+        told = on_cluster("--job")
+    finally:
+        cluster.run(["rm", "--recursive", of_login])
+    fix = found(told, "data", FAULT).partition(" -> ")[2]
+    assert "SITE_DATA_DIR" in fix and "trainkit.data.datasets" not in fix
 
 
 @pytest.mark.parametrize(

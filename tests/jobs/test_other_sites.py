@@ -52,11 +52,11 @@ class Kind:
 
 KINDS = {
     "a kind of GPU, by --gres": Kind(
-        refuses='not string.find(job.tres_per_node or "", "gpu:a100:[0-9]")',
-        options=("--gpu-kind", "a100"),
-        site="SITE_GPUS=--gres=gpu:a100:%d\n",
+        refuses='not string.find(job.tres_per_node or "", "gpu:1g.10gb:[0-9]")',
+        options=("--gpu-kind", "1g.10gb"),
+        site="SITE_GPUS=--gres=gpu:1g.10gb:%d\n",
         submission=("single", "--gpus", 1),  # which asks for one of the two
-        facts={"TresPerNode": "gpu:a100:1"},
+        facts={"TresPerNode": "gpu:1g.10gb:1"},
         cpus_per_task=2,
     ),
     "memory and cores come with the GPU": Kind(
@@ -114,6 +114,54 @@ def test_a_site_of_another_kind(kind: Kind, tmp_path: Path) -> None:
             assert seen[name].replace("gres/", "").replace("gres:", "") == value, seen
         (log,) = checkout.folder.rglob("*_0_log.out")
         assert f"CPUs per task {kind.cpus_per_task}\n" in log.read_text()
+
+
+def test_a_job_that_can_never_start_is_refused_and_not_left(tmp_path: Path) -> None:
+    """Slurm accepts each of them, as EnforcePartLimits is NO, and gives the reason later."""
+    conf = tmp_path / "conf"
+    conf.mkdir()
+    (conf / "slurm.conf").write_text(
+        "PartitionName=small Nodes=ALL MaxNodes=1 MaxMemPerNode=4096 MaxTime=60\n"
+        "PartitionName=large Nodes=ALL MinNodes=2 MaxTime=60\n"
+    )
+    with running_cluster("--conf", conf, accounting=True) as cluster:
+        checkout = Checkout(tmp_path / "a checkout", cluster)
+        script = checkout.folder / "tell.sh"
+        script.write_text("#!/bin/sh\nsleep 100\n")
+        script.chmod(0o755)
+
+        def refused(partition: str, *options: object) -> str:
+            """The error of a submission, which leaves nothing."""
+            done = checkout.submit_py("ddp", "--partition", partition, *options, "--plain", script)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert not [*checkout.folder.glob("results/jobs/submitit/*")]
+            assert cluster.run(["squeue", "--noheader", "--states=pending,running"]).stdout == ""
+            return done.stderr
+
+        assert "PartitionTimeLimit" in refused("debug")
+        assert "PartitionTimeLimit" in refused("debug", "--dry-run")
+        assert "PartitionNodeLimit" in refused("small", "--nodes", 2)
+        assert "PartitionNodeLimit" in refused("large", "--nodes", 1)
+        assert "MaxMemPerLimit" in refused("small")
+        assert "PartitionTimeLimit" in refused("debug,small")
+        doctor = checkout.python("slurm/doctor.py", "--json", SBATCH_PARTITION="debug")
+        (submission,) = [one for one in json.loads(doctor.stdout)["findings"] if one["check"] == "submission"]
+        assert submission["level"] == "fault" and "PartitionTimeLimit" in submission["message"]
+
+        # Slurm alone sees these.
+        checkout.site("SITE_MEM=--mem-per-cpu=3G\n")
+        assert "never start" in refused("small")
+        cluster.run(["sacctmgr", "--immediate", "add", "qos", "special"])
+        create = ["scontrol", "create", "PartitionName=theirs", "Nodes=ALL", "AllowQos=special", "MaxTime=60"]
+        succeeded(cluster.run(create))
+        assert "never start" in refused("theirs")
+
+        # In one of these partitions it may start; and a QOS may lift a limit.
+        checkout.site("SITE_MEM=\n")
+        for partition in ("debug,practice", "debug"):
+            succeeded(checkout.submit_py("ddp", "--partition", partition, "--plain", script))
+            lift = ["sacctmgr", "--immediate", "modify", "qos", "normal", "set", "flags=PartitionTimeLimit"]
+            succeeded(cluster.run(lift))
 
 
 def test_cgroups_confine_each_rank_to_its_cores(tmp_path: Path) -> None:

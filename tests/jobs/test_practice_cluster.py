@@ -302,6 +302,7 @@ def python_for_everybody(as_daemon: dict[str, object]) -> str:
         (["up", "--nodes", "0"], "'0' is not a whole number from 1 to 16"),
         (["up", "--slurm", "25"], "'own', '22.05', '24.11', 'newest'"),
         (["up", "--name", "../x"], "is not 1 to 31 small letters"),
+        (["up", "--gpu-kind", "a100:2"], "'a100:2' is not letters"),
         (["up", "--bandwidth", "fast"], "'fast' is not a rate from 1mbit to 1000mbit"),
         (["up", "--bandwidth", "10gbit"], "'10gbit' is not a rate from 1mbit to 1000mbit"),
         (["up", "--bandwidth", "9mbit", "--mode", "one-host"], "needs nodes that are hosts of their own"),
@@ -396,6 +397,19 @@ def test_without_slurm_and_apt_it_says_so(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "no apt-get to fetch them with" in done.stderr
     assert not traces(name)
+
+
+@pytest.mark.full
+def test_a_configuration_that_the_controller_refuses_names_it(tmp_path: Path) -> None:
+    """It ends while a node waits for it."""
+    (tmp_path / "slurm.conf").write_text("PartitionName=practice Nodes=ALL\n")
+    name = f"test-{os.getpid()}-twice"
+    try:
+        done = run_program("up", "--slurm", SLURM, "--name", name, "--no-accounting", "--conf", tmp_path)
+    finally:
+        run_program("down", "--name", name)
+    assert done.returncode == 1
+    assert "slurmctld ended" in done.stderr and "practice" in done.stderr
 
 
 @pytest.mark.full

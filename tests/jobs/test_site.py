@@ -8,7 +8,7 @@ from checkout import Checkout
 from conftest import succeeded
 
 from trainkit.doctor import login_node
-from trainkit.doctor.checkup import FAULT
+from trainkit.doctor.checkup import FAULT, WARNING
 from trainkit.jobs import site
 
 ENDS = "ends the shell"
@@ -54,6 +54,24 @@ def test_the_words_of_a_site(checkout: Checkout) -> None:
     checkout.site("SITE_GPUS=(--gres=gpu:a100:%d --constraint=a100)\nSITE_MEM=\n")
     words = {"SITE_GPUS": "--gres=gpu:a100:%d --constraint=a100", "SITE_MEM": ""}
     assert site.read_site().option_templates == site.OPTION_TEMPLATES | words
+
+
+def test_a_misspelt_name_is_a_warning(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the name that it may be; of the shell only what sbatch would read."""
+    monkeypatch.setenv("USER", "me")
+    monkeypatch.setenv("SITE_OF_SOMETHING_ELSE", "1")
+    monkeypatch.setenv("SBATCH_RESERVATON", "workshop")
+    checkout.site("export SBATCH_PARTITON=gpu\nSITE_GPU=--gres=gpu:%d\nSITE_SRUN_ARG=(--mpi=none)\n")
+    right = ["SBATCH_PARTITION", "SBATCH_RESERVATION", "SITE_GPUS", "SITE_SRUN_ARGS"]
+    _, findings = login_node.check_site()
+    warned = [finding.message for finding in findings if finding.level == WARNING]
+    assert len(warned) == len(right)
+    assert all(re.search(rf"\b{name}\b", sentence) for name, sentence in zip(right, warned, strict=True))
+    # None of the settings that there are.
+    monkeypatch.delenv("SBATCH_RESERVATON")
+    example = (checkout.folder / "slurm" / "site.example.sh").read_text()
+    checkout.site(re.sub(r"^#(?=SITE_\w+=|export )", "", example, flags=re.MULTILINE))
+    assert site.read_site().names and not site.read_site().misspelt
 
 
 @pytest.mark.usefixtures("mnist_dir")

@@ -4,6 +4,7 @@ Every test works on a copy of the checkout, so that it can have a site file of i
 stage script. There is a space in its path.
 """
 
+import errno
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import pytest
 import torch
 from checkout import FOLDERS, SCRIPTS, Checkout, wait_until
 from cluster import RunningCluster
-from conftest import REPOSITORY, rows_of, succeeded
+from conftest import REPOSITORY, one_error, rows_of, succeeded
 
 from trainkit import job_folder
 from trainkit.errors import UserError
@@ -467,9 +468,12 @@ def _failed(*why: str) -> Outcome:
     return replace(WELL, exit_code=1, why=list(why))
 
 
-def _show(state: str, reason: str = "None", restarts: int = 0, job_id: int = 7) -> str:
+def _show(
+    state: str, reason: str = "None", restarts: int = 0, job_id: int = 7, partitions: str = "gpu"
+) -> str:
     """What squeue answers of a job, in the columns that it is asked for."""
-    return f"printf '%-20s%-20s%-20s%-20s%-200s\\n' {job_id} {job_id} '{state}' {restarts} '{reason}'"
+    words = f"{job_id} {job_id} '{state}' {restarts} {partitions} '{reason}'"
+    return f"printf '%-20s%-20s%-20s%-20s%-200s%-200s\\n' {words}"
 
 
 def job_seven(checkout: Checkout) -> SlurmHandle:
@@ -573,7 +577,25 @@ def test_a_job_that_never_ran_and_another_with_its_number(
     assert job.state().name == "failed"
 
 
-@pytest.mark.parametrize("reason", ["PartitionTimeLimit", "QOSMaxWallDurationPerJobLimit", "QOSMinGRES"])
+@pytest.mark.parametrize("state", ["FAILED", "COMPLETED"])
+def test_a_job_whose_nodes_do_not_see_its_folder(
+    state: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log that does not exist is not named, but the settings that choose its folder are."""
+    checkout.fake("squeue", _show(state, "NonZeroExitCode"))
+    monkeypatch.setenv("PATH", str(checkout.commands))
+    monkeypatch.setattr(following, "OUTCOME_SECONDS", -1)
+    job = replace(job_seven(checkout), folder=checkout.folder / "nowhere")
+    told = job.state()
+    assert told.name == "failed"
+    assert str(job.log) not in told.detail and "SITE_SCRATCH_DIR" in told.detail
+    job.log.touch()
+    assert "SITE_SCRATCH_DIR" not in job.state().detail
+
+
+@pytest.mark.parametrize(
+    "reason", ["PartitionTimeLimit", "MaxMemPerLimit", "QOSMaxWallDurationPerJobLimit", "QOSMinGRES"]
+)
 def test_a_reason_that_comes_later_and_never_ends(
     reason: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -588,10 +610,14 @@ def test_a_reason_that_comes_later_and_never_ends(
     assert job.state().name == "failed"
 
 
-def test_a_limit_that_ends_with_other_jobs_is_waited_for(
-    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("reason", "partitions"),
+    [("QOSMaxJobsPerUserLimit", "gpu"), ("MaxMemPerLimit", "small,gpu"), ("PartitionTimeLimit", "gpu,small")],
+)
+def test_a_limit_of_other_jobs_or_of_one_of_several_partitions_is_waited_for(
+    reason: str, partitions: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkout.fake("squeue", _show("PENDING", "QOSMaxJobsPerUserLimit"))
+    checkout.fake("squeue", _show("PENDING", reason, partitions=partitions))
     monkeypatch.setenv("PATH", str(checkout.commands))
     monkeypatch.setattr(following, "NEVER_STARTS_SECONDS", 0)
     assert job_seven(checkout).state().name == "queued"
@@ -740,6 +766,38 @@ def test_a_mistake_is_told_before_anything_is_sent(
 
 
 @pytest.mark.parametrize(
+    ("command", "unwritten"),
+    [
+        ("03_multigpu_ddp/submit.py --local", "results/jobs/submitit/tell-"),
+        ("slurm/sweep.py --local --gpus 1 --out full/sweep", "sweep/options.txt"),
+    ],
+)
+def test_a_disk_that_is_full_after_the_first_file(command: str, unwritten: str, checkout: Checkout) -> None:
+    """It has room for the file that is written to see whether a folder can be written to."""
+    full = checkout.folder / "full"
+    full.mkdir()
+    checkout.site(f"SITE_RESULTS_DIR={shlex.quote(str(full / 'results'))}\nSITE_MONITOR=off\n")
+    script = checkout.folder / "tell.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    mount = (
+        'page=$(getconf PAGESIZE); mount -t tmpfs -o size=$((10 * page)) full "$1" || exit 77; '
+        'mkdir -p "$1/results/runs" "$1/results/jobs/submitit"; '
+        'head -c $((9 * page)) /dev/zero >"$1/filled"; shift; exec "$@"'
+    )
+    host = ["unshare", "--mount", *(["--map-root-user"] if os.getuid() else [])]
+    program, *options = command.split()
+    done = checkout.run(
+        "env", f"PATH={os.environ['PATH']}", *host, "bash", "-c", mount, "bash", full,
+        sys.executable, program, *options, "--plain", script,
+    )  # fmt: skip
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"no disk can be mounted here: {done.stderr}")
+    told = one_error(done)
+    assert str(full / unwritten) in told and os.strerror(errno.ENOSPC) in told
+
+
+@pytest.mark.parametrize(
     ("scontrol", "is_here"),
     [
         ("echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1", False),
@@ -758,16 +816,19 @@ def test_slurm_is_here_where_it_knows_a_controller(scontrol: str, is_here: bool,
     assert ("GPU-hours" in swept.stdout) == is_here
 
 
-def test_a_job_that_could_never_start_is_cancelled(
+def test_a_reason_to_start_never_that_comes_late_cancels_the_job(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As Slurm 24.11 and 26.05 give it; of real clusters: test_other_sites.py."""
     cancelled = checkout.folder / "cancelled"
     checkout.fake("sbatch", "echo Submitted batch job 7")
     checkout.fake("srun", "")
     checkout.fake("scontrol", "echo 'Slurmctld(primary) at n0 is UP'")
-    checkout.fake("squeue", _show("PENDING", "PartitionTimeLimit"))
+    asked_before = shlex.quote(str(checkout.folder / "asked before"))
+    late = f"[[ -e {asked_before} ]] && {_show('PENDING', 'MaxMemPerLimit')} || {_show('PENDING')}"
+    checkout.fake("squeue", f"{late}; >{asked_before}")
     checkout.fake("scancel", f"echo $1 >{shlex.quote(str(cancelled))}")
-    with pytest.raises(UserError, match=r"never start the job \(PartitionTimeLimit\): ask"):
+    with pytest.raises(UserError, match=r"never start the job \(MaxMemPerLimit\): ask"):
         _main("ddp", "", checkout, monkeypatch)
     assert cancelled.read_text() == "7\n"
     assert not job_folders(checkout)

@@ -64,6 +64,18 @@ def test_a_job_of_slurm(
         assert row.cells()[3:5] == ("2 min", "1")
 
 
+def test_the_time_of_a_job_is_that_of_all_its_starts(folder: Path) -> None:
+    """Slurm 24.11 may start one that has ended well once more, which then does nothing."""
+    running = JobStatus("RUNNING", "None", 1)
+    for starts, seconds in enumerate((60, 90), start=1):
+        job_folder.prepare(folder, plain=False)
+        before = (starts - 1) * 60
+        assert before <= listing.of_folder("7", folder, None, running).seconds < before + 60
+        job_folder.keep_outcome(folder, replace(WELL, seconds=seconds))
+    job_folder.keep_outcome(folder, replace(WELL, seconds=0, restart=2))
+    assert listing.of_folder("7", folder, job_folder.read_outcome(folder), None).seconds == 150
+
+
 def test_without_findings_it_is_the_first_line_of_the_verdict(folder: Path) -> None:
     sampled = folder / samples.FOLDER
     (sampled / samples.VERDICT).write_text('{"findings": []}')

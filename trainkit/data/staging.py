@@ -23,10 +23,13 @@ from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
 from trainkit.config.command_line import Parser, given_path
+from trainkit.distributed import launchers
 from trainkit.errors import REPOSITORY, UserError, entrypoint, print_line
 from trainkit.files import explained, holder, lock
 
 DEFAULT_DIR = REPOSITORY / "data"
+# What to do where the nodes do not see the data that the login node has.
+SHARED_DATA_FIX = "set SITE_DATA_DIR in slurm/site.sh to a folder that every node sees"
 
 # File -> its size in bytes and its MD5 sum.
 FILES = {
@@ -77,10 +80,10 @@ def check(dataset: str, data_dir: Path, read: bool = False) -> dict[str, bytearr
         for name, fault in _faults(_raw_dir(data_dir), read, files).items():  # the first is enough
             # The absolute path: the user may run the command in another folder than the job's.
             option = "" if data_dir == DEFAULT_DIR else f" --data-dir {shlex.quote(str(data_dir.absolute()))}"
-            raise UserError(
-                f"no usable MNIST in {data_dir} ({name} is {fault}): "
-                f"get it once, on a machine with internet, with: python -m trainkit.data.datasets{option}"
-            )
+            fix = f"get it once, on a machine with internet, with: python -m trainkit.data.datasets{option}"
+            if launchers.job_id():
+                fix += f"; if the login node has it there, {SHARED_DATA_FIX}"
+            raise UserError(f"no usable MNIST in {data_dir} ({name} is {fault}): {fix}")
     return files
 
 

@@ -23,6 +23,7 @@ from trainkit.config.command_line import Parser
 from trainkit.distributed import names
 from trainkit.distributed.launchers import node
 from trainkit.errors import UserError, entrypoint, first_line
+from trainkit.jobs.site import SHARED_FOLDERS_FIX
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
 # The prefix of every line for the doctor.
@@ -34,7 +35,7 @@ NOTE = ".doctor-{job}-{node}"
 STEP_SECONDS = 180
 # What to do about an error that does not say so itself.
 FIXES = {
-    "folders": "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees",
+    "folders": SHARED_FOLDERS_FIX,
     "software": "have activate_environment in slurm/site.sh choose one environment that every node sees",
     "gpus": "look at `nvidia-smi` on that node, and report it to your admin",
     "group": "fix the faults in ranks and names first; then try SITE_NETWORK_INTERFACE or NCCL_DEBUG=INFO",

@@ -29,14 +29,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.config.command_line import Parser, at_least, given
+from trainkit.data.staging import SHARED_DATA_FIX
 from trainkit.doctor import checkup, login_node
 from trainkit.doctor.checkup import FAULT, NOTE, OK, WARNING, Finding, findings_in, has_fault, read_messages
 from trainkit.errors import UserError, entrypoint, print_line, reason
-from trainkit.jobs import local, slurm
-from trainkit.jobs.following import SlurmHandle
+from trainkit.jobs import limits, local, slurm
+from trainkit.jobs.following import NO_LOG, SlurmHandle
 from trainkit.jobs.program import add_options, from_options, split
-from trainkit.jobs.sbatch_options import sbatch_options
-from trainkit.jobs.site import OPTION_TEMPLATES, Site
+from trainkit.jobs.sbatch_options import of_variables, sbatch_options
+from trainkit.jobs.site import DEFAULT_MINUTES, OPTION_TEMPLATES, SHARED_FOLDERS_FIX, Site
 from trainkit.jobs.stages import REPOSITORY, STAGES, resources
 from trainkit.record import records
 from trainkit.record.columns import DDP
@@ -167,7 +168,10 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
             findings = _check_submission(options, site)
             blocked = has_fault(findings)
             yield findings
-        yield login_node.check_environment(site, in_job_too=options.job, with_data=not options.plain)
+        of_environment = login_node.check_environment(
+            site, in_job_too=options.job, with_data=not options.plain
+        )
+        yield of_environment
         if options.program:
             checked = login_node.check_program(options.program, options.program_arguments)
             options.checkup = [checked.python, "--only-torch"]
@@ -179,7 +183,18 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
     if options.job and blocked:
         yield [Finding("job", FAULT, "not started, because it could not work", "fix the faults above first")]
     elif options.job:
-        yield _check_job(options, site, rows)
+        of_job = _check_job(options, site, rows)
+        if any(finding.check == "data" and finding.level == OK for finding in of_environment):
+            # To get the data once more would change nothing.
+            of_job = [_with_shared_data(finding) for finding in of_job]
+        yield of_job
+
+
+def _with_shared_data(finding: Finding) -> Finding:
+    """Return what a rank has found; of data that only the login node has, with the remedy for that."""
+    if (finding.check, finding.level) != ("data", FAULT):
+        return finding
+    return finding._replace(fix=SHARED_DATA_FIX)
 
 
 def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
@@ -188,6 +203,18 @@ def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
     refusal = _refusal("submission", done)
     if refusal:
         return [refusal]
+    words = (word.removeprefix("--").partition("=") for word in options.sbatch_options)
+    asked = {
+        "nodes": str(options.nodes),
+        "time": str(DEFAULT_MINUTES),
+        **sbatch_options(site, options.shape),
+        **of_variables(site.sbatch),
+        **{option: value for option, _, value in words},
+    }
+    beyond = limits.excess(asked)
+    if beyond:
+        message = f"the jobs of the stages would never start ({beyond.reason}: {beyond.limit})"
+        return [Finding("submission", FAULT, message, slurm.advice(beyond.reason))]
     # It names a job, but there is none.
     when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
     findings = [Finding("submission", OK, f"Slurm would accept the job (nothing was submitted): {when}")]
@@ -356,10 +383,9 @@ def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
             return Finding("job", FAULT, message, fix)
         time.sleep(job.poll_seconds)
         state = job.state()
-    if not job.log.exists():
-        message = f"job {job.job_id} left no log in {job.log.parent} ({state.detail})"
-        fix = "set SITE_SCRATCH_DIR in slurm/site.sh to a folder that the compute nodes also see"
-        return Finding("job", FAULT, message, fix)
+    if job.left_no_log:
+        message = f"job {job.job_id} has ended ({job.status.state}): {NO_LOG.format(folder=job.log.parent)}"
+        return Finding("job", FAULT, message, SHARED_FOLDERS_FIX)
     if state.name == "failed":
         return Finding("job", FAULT, f"job {job.job_id} failed: {state.detail}", f"see {job.log}")
     return Finding("job", OK, f"job {job.job_id} ran")

@@ -26,14 +26,12 @@ from trainkit.errors import UserError
 from trainkit.jobs import slurm
 from trainkit.jobs.program import Program, without_the_kit
 from trainkit.jobs.sbatch_options import sbatch_options
-from trainkit.jobs.site import Site, read_site
+from trainkit.jobs.site import SHARED_FOLDERS_FIX, Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, resources
 from trainkit.record.columns import DDP
 
 # To load PyTorch for the first time from a shared file system may take so long.
 IMPORT_SECONDS = 180
-
-SHARED_FOLDERS_FIX = "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to shared folders of yours"
 
 # The oldest Python that the ranks of the doctor's job run with.
 OLDEST_PYTHON = [3, 10]
@@ -73,7 +71,10 @@ def check_site() -> tuple[Site | None, list[Finding]]:
     variables = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))
     if variables:
         message += f" ({variables})"
-    return site, [Finding("site", OK, message), *_check_memory(site)]
+    findings = [Finding("site", OK, message), *_check_memory(site)]
+    fix = "correct it in slurm/site.sh, or in your shell; slurm/site.example.sh has every setting"
+    findings += [Finding("site", WARNING, sentence, fix) for sentence in site.misspelt]
+    return site, findings
 
 
 def _check_memory(site: Site) -> list[Finding]:

@@ -24,6 +24,7 @@ from trainkit import job_folder
 from trainkit.errors import UserError, print_line
 from trainkit.job_folder import Outcome
 from trainkit.jobs import slurm
+from trainkit.jobs.site import SHARED_FOLDERS_FIX
 from trainkit.jobs.slurm import COMPLETED, FAILED, GONE, PREEMPTED, QUEUED, UNKNOWN, JobStatus
 from trainkit.jobs.why import Evidence
 from trainkit.record import samples
@@ -40,6 +41,9 @@ ASK_SECONDS = 15
 UNANSWERED_SECONDS = 300
 # A job that Slurm would never start (slurm.NEVER) is given up after so long. An administrator may be at work.
 NEVER_STARTS_SECONDS = 600
+
+# What is said of a job without a log: its node has not seen the folder, or has one of its own by that name.
+NO_LOG = "it has left no log in {folder}, so its nodes do not see that folder"
 
 # The last words of a job script and of a Python program. The first pattern that a log has counts.
 LAST_WORDS = (r"error.*: .*", r"(?:\w+\.)*\w+(?:Error|Exception): .*", r"(?:srun|slurmstepd): error: .*")
@@ -247,12 +251,27 @@ class SlurmHandle(Handle):
             return self._failed(outcome)
         return self._running()
 
+    @property
+    def left_no_log(self) -> bool:
+        """Return whether no log of the job, which has ended, is seen on this machine."""
+        return not any(log.exists() for log in self._logs())
+
     def cancel(self) -> None:
         """Cancel the job, unless it has ended."""
         slurm.ask("scancel", self.job_id)
 
     def how_to_follow(self) -> str:
         return f"state    squeue --jobs={self.job_id}\n{super().how_to_follow()}"
+
+    def reason(self, seconds: float) -> str:
+        """Return why it waits; if Slurm gives no reason so far, it is asked again for so many seconds."""
+        until = time.monotonic() + seconds
+        state = self.state()
+        while state.reason == slurm.NO_REASON and time.monotonic() < until:
+            time.sleep(1)
+            self.asked_at = -math.inf
+            state = self.state()
+        return state.reason
 
     def _unanswered(self) -> State:
         message = self.status.reason
@@ -271,7 +290,7 @@ class SlurmHandle(Handle):
         if slurm.never_starts(reason):
             return self._never_starts()
         self.never_starts_since = None
-        detail = "no reason yet" if reason == "None" else reason
+        detail = "no reason yet" if reason == slurm.NO_REASON else reason
         if self.status.restarts:
             detail += f", restart {self.status.restarts}"
         return State("queued", detail, reason)
@@ -315,8 +334,14 @@ class SlurmHandle(Handle):
                 self.ended_at = time.monotonic()
             late = time.monotonic() - self.ended_at > OUTCOME_SECONDS
             detail = f"it has ended, but {self.folder} has no note of its end"
+            if self.left_no_log:
+                detail = self._no_log
             return State("failed" if late else "running", detail)
         return self._done()
+
+    @property
+    def _no_log(self) -> str:
+        return f"{NO_LOG.format(folder=self.log.parent)}: {SHARED_FOLDERS_FIX}"
 
     def _failed(self, outcome: Outcome | None) -> State:
         state = self.status.state
@@ -324,7 +349,9 @@ class SlurmHandle(Handle):
         if FAILED[state]:
             reasons.append(FAILED[state])
         detail = "; ".join(reasons) or self._last_words()
-        if detail is None:
+        if detail is None and self.left_no_log:
+            detail = self._no_log
+        elif detail is None:
             detail = f"Slurm gives the reason {self.status.reason or state}; see {self.log}"
         return State("failed", detail)
 

@@ -34,7 +34,7 @@ class Listed:
             a job that has not begun, its name in Slurm.
         state: queued, running, done, stopped (it has saved, and does not come back by itself), failed, or
             unknown, while Slurm does not answer.
-        seconds: how long its last start ran; None if that is not known.
+        seconds: how long it ran, over all its starts; None if that is not known.
         restarts: how often it has come back from the queue.
         note: why it waits or has failed, else the first finding of the verdict.
     """
@@ -95,7 +95,7 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
         state, note = "queued", status.reason
     elif not is_over:
         state, note = "running", ""
-        seconds = time.time() - _began_at(folder)
+        seconds = job_folder.earlier_seconds(folder) + time.time() - _began_at(folder)
     elif outcome and outcome.well:
         state, note = "done", _verdict(folder)
     elif outcome is None and state_in_slurm == slurm.UNKNOWN:

@@ -9,6 +9,7 @@ It needs only the standard library.
 
 import math
 import shlex
+from collections.abc import Mapping
 
 from trainkit.errors import UserError
 from trainkit.jobs.site import OPTION_TEMPLATES, Site
@@ -16,6 +17,8 @@ from trainkit.jobs.stages import Resources
 
 # Of the host: a process with CUDA and NCCL takes 2 to 4, and loaders come on top.
 MEMORY_PER_GPU_GB = 8
+# SBATCH_QOS is --qos of sbatch, and so on, but for these (man sbatch, INPUT ENVIRONMENT VARIABLES).
+OPTIONS_OF_OTHER_NAMES = {"SBATCH_TIMELIMIT": "time", "SBATCH_MEM_PER_NODE": "mem"}
 
 
 def sbatch_options(site: Site, shape: Resources) -> dict[str, str]:
@@ -40,6 +43,15 @@ def sbatch_options(site: Site, shape: Resources) -> dict[str, str]:
     options = {}
     for setting, template in templates.items():
         options |= _options(setting, template, _numbers(setting, shape))
+    return options
+
+
+def of_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the options that SBATCH_* variables stand for, named without their dashes."""
+    options = {}
+    for name, value in variables.items():
+        option = name.removeprefix("SBATCH_").lower().replace("_", "-")
+        options[OPTIONS_OF_OTHER_NAMES.get(name, option)] = value
     return options
 
 

@@ -1,7 +1,7 @@
 """The settings of slurm/site.sh, for the programs on the login node; needs only the standard library."""
 
-import math
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,19 +15,41 @@ OPTION_TEMPLATES = {
     "SITE_CPUS": "--cpus-per-task=%d",
     "SITE_MEM": "--mem=%dG",
 }
+# The time limit of a job where neither its user nor the site gives one; so in the stages' job scripts.
+DEFAULT_MINUTES = 30
 
+# What to do where the nodes do not see the same folders as the login node.
+SHARED_FOLDERS_FIX = (
+    "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees"
+)
 
 # Reading slurm/site.sh may take so long: some sites load modules there.
 SITE_FILE_SECONDS = 120
 # It prints the settings; its arguments are slurm/site_env.sh and the defaults of `OPTION_TEMPLATES`.
 READ_SITE = """
 set -euo pipefail
+before=" ${!SITE_*} "
 set -a
 SITE_GPUS=$2 SITE_CPUS=$3 SITE_MEM=$4
 source "$1" >&2
 export ${!SBATCH_*} JOBS_DIR SITE_MONITOR
+set_here=""
+for name in ${!SITE_*}; do [[ $before == *" $name "* ]] || set_here+=" $name"; done
 # Here they may also be arrays, which cannot be exported.
-env -0 SITE_GPUS="${SITE_GPUS[*]}" SITE_CPUS="${SITE_CPUS[*]}" SITE_MEM="${SITE_MEM[*]}"
+env -0 SITE_NAMES="$set_here" \\
+    SITE_GPUS="${SITE_GPUS[*]}" SITE_CPUS="${SITE_CPUS[*]}" SITE_MEM="${SITE_MEM[*]}"
+"""
+
+# The variables that sbatch knows, behind SBATCH_ (22.05 to 26.05).
+SBATCH_NAMES = """
+    ACCOUNT ACCTG_FREQ ARRAY_INX BATCH BURST_BUFFER CLUSTERS CLUSTER_CONSTRAINT CONSOLIDATE_SEGMENTS
+    CONSTRAINT CONTAINER CONTAINER_ID CONTAINER_TYPE CORE_SPEC CPUS_PER_GPU CPU_FREQ_REQ DEBUG
+    DELAY_BOOT DISTRIBUTION ERROR EXCLUSIVE EXPORT GET_USER_ENV GPUS GPUS_PER_NODE GPUS_PER_SOCKET
+    GPUS_PER_TASK GPU_BIND GPU_FREQ GRES GRES_FLAGS HINT IGNORE_PBS INPUT JOB_NAME MEM_BIND MEM_PER_CPU
+    MEM_PER_GPU MEM_PER_NODE NETWORK NO_KILL NO_REQUEUE OPEN_MODE OUTPUT OVERCOMMIT PARTITION POWER
+    PROFILE QOS REQUEUE REQ_SWITCH RESERVATION SEGMENT_SIZE SIGNAL SPREAD_JOB SPREAD_SEGMENTS
+    THREADS_PER_CORE THREAD_SPEC TIMELIMIT TRES_BIND TRES_PER_TASK USE_MIN_NODES WAIT WAIT4SWITCH
+    WAIT_ALL_NODES WCKEY
 """
 
 
@@ -39,6 +61,7 @@ class Site(NamedTuple):
         jobs_dir: it has a folder for each job.
         option_templates: SITE_GPUS, SITE_CPUS and SITE_MEM, which sbatch_options.py explains.
         monitor: whether jobs are sampled.
+        names: of the SITE_* variables that slurm/site.sh sets; those with a default are among them.
     """
 
     sbatch: dict[str, str]
@@ -47,6 +70,20 @@ class Site(NamedTuple):
     jobs_dir: Path
     option_templates: dict[str, str]
     monitor: bool
+    names: tuple[str, ...] = ()
+
+    @property
+    def misspelt(self) -> list[str]:
+        """Return a sentence on each variable that has no effect, as SBATCH_PARTITON."""
+        # The example has every setting.
+        example = (REPOSITORY / "slurm" / "site.example.sh").read_text()
+        known = set(re.findall(r"^#(SITE_\w+)=", example, re.MULTILINE))
+        known |= {f"SBATCH_{name}" for name in SBATCH_NAMES.split()}
+        sentences = []
+        for name in sorted({*self.names, *self.sbatch} - known):
+            nearest = "".join(f": is it {other}?" for other in get_close_matches(name, known, n=1))
+            sentences.append(f"{name} is no setting of sbatch or of this kit{nearest}")
+        return sentences
 
     @property
     def memory_by_part(self) -> str:
@@ -61,22 +98,8 @@ class Site(NamedTuple):
 
     @property
     def minutes(self) -> int | None:
-        """Return SBATCH_TIMELIMIT in minutes, rounded up; None if it is not set, or no number of them.
-
-        Its forms are those of sbatch --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
-        days-hours:minutes and days-hours:minutes:seconds.
-        """
-        limit = re.fullmatch(
-            r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?",
-            self.sbatch.get("SBATCH_TIMELIMIT", ""),
-        )
-        if not limit:
-            return None
-        first, second, third = (int(limit[name] or 0) for name in ("first", "second", "third"))
-        if limit["days"] is None and limit["third"] is None:
-            return first + math.ceil(second / 60)
-        days = int(limit["days"] or 0)
-        return (days * 24 + first) * 60 + second + math.ceil(third / 60)
+        """Return SBATCH_TIMELIMIT in minutes, rounded up; None if it is not set, or no number of them."""
+        return slurm.in_minutes(self.sbatch.get("SBATCH_TIMELIMIT", ""))
 
 
 def read_site() -> Site:
@@ -105,6 +128,7 @@ def read_site() -> Site:
         jobs_dir=Path(variables["JOBS_DIR"]).absolute(),
         option_templates={name: variables[name] for name in OPTION_TEMPLATES},
         monitor=variables["SITE_MONITOR"] == "on",
+        names=tuple(variables["SITE_NAMES"].split()),
     )
 
 

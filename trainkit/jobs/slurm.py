@@ -3,6 +3,7 @@
 It needs only the standard library: the doctor asks Slurm before any environment exists.
 """
 
+import math
 import os
 import re
 import shutil
@@ -51,7 +52,12 @@ FAILED = {
 # than a job may have in its partition, or by its QOS or account, or for less than it has to. Berkeley's Savio
 # tells its users of jobs that "will never start but do not give an error message", for the reasons
 # QOSMaxWallDurationPerJobLimit, QOSMaxNodePerJobLimit, QOSMinCpuNotSatisfied and QOSMinGRES.
-NEVER = re.compile(r"Partition(Config|NodeLimit|TimeLimit)|(QOS|Assoc)Max\w+PerJob(Limit)?|QOSMin\w+")
+NEVER = re.compile(
+    r"Partition(Config|NodeLimit|TimeLimit)|MaxMemPerLimit|(QOS|Assoc)Max\w+PerJob(Limit)?|QOSMin\w+|"
+    r"Job's_(QOS|account)_not_permitted_to_use_this_partition.*"
+)
+# The reason of a job that Slurm has not looked at so far.
+NO_REASON = "None"
 # A reason for which a job is held until its user releases it: a node could not start it.
 LAUNCH_FAILED = "launch_failed_requeued_held"
 
@@ -72,6 +78,8 @@ REFUSALS = {
     "mutually exclusive|--(gres|gpus|mem|cpus)": "SITE_GPUS, SITE_CPUS and SITE_MEM in slurm/site.sh "
     "say how this site wants GPUs, cores and memory requested (slurm/README.md); leave out options and "
     "SBATCH_* variables of a different form",
+    "not_permitted_to_use_this_partition": "set SBATCH_QOS, SBATCH_ACCOUNT or SBATCH_PARTITION in "
+    "slurm/site.sh; `scontrol show partition` shows who may use which one",
     "account": "set SBATCH_ACCOUNT in slurm/site.sh to one of yours, which `sacctmgr show associations "
     "user=$USER` lists",
     "partition": "set SBATCH_PARTITION in slurm/site.sh, or sbatch --partition, to one that `sinfo -s` lists",
@@ -83,7 +91,11 @@ REFUSALS = {
     "[Tt]ime ?[Ll]imit": "ask for less --time, or set SBATCH_TIMELIMIT in slurm/site.sh for all jobs; "
     "`sinfo -o '%P %l'` shows the limits",
     "contact": "see if `sinfo` answers, and submit again when it does",
-    "configuration|PartitionConfig|Node ?[Cc]ount|PartitionNodeLimit|[Mm]emory|CPU count": "ask for fewer "
+    "PartitionNodeLimit": "ask for a different number of --nodes, or set SBATCH_PARTITION in slurm/site.sh; "
+    "`sinfo -o '%P %s'` shows how many a job may have",
+    "MaxMemPerLimit": "ask for fewer --gpus on a node, or less memory (export SBATCH_MEM_PER_NODE=4G in "
+    "slurm/site.sh); `scontrol show partition` shows the limit",
+    "configuration|PartitionConfig|Node ?[Cc]ount|[Mm]emory|CPU count": "ask for fewer "
     "--gpus, --nodes or cores, or less --mem or --time (`sinfo -o '%P %D %s %c %m %G %l'` shows the limits), "
     "or wait for a node that is down: `sinfo -R`",
     "": "ask your admin what it means (man sbatch); if this site wants GPUs, cores or memory requested in a "
@@ -105,7 +117,8 @@ class JobStatus:
 
     Attributes:
         state: in Slurm's word, such as RUNNING; or `UNKNOWN` or `GONE`.
-        reason: why it waits, in Slurm's word, such as Priority; of an `UNKNOWN` job, Slurm's message.
+        reason: why it waits, in Slurm's word, such as Priority; of an `UNKNOWN` job, Slurm's message; of a
+            job that may start in one of several partitions, with their names, such as Priority_(short,long).
         restarts: how often it has come back to the queue.
     """
 
@@ -202,7 +215,7 @@ def job_status(job_ids: Sequence[str]) -> dict[str, JobStatus]:
         "--array",
         "--states=all",
         f"--jobs={','.join(job_ids)}",
-        "--Format=JobArrayID:20,JobID:20,State:20,RestartCnt:20,Reason:200",
+        "--Format=JobArrayID:20,JobID:20,State:20,RestartCnt:20,Partition:200,Reason:200",
     )
     # The message is for a single job; of several, those that are forgotten are left out.
     if shown.returncode and "Invalid job id" not in shown.stderr:
@@ -210,9 +223,13 @@ def job_status(job_ids: Sequence[str]) -> dict[str, JobStatus]:
         return dict.fromkeys(job_ids, JobStatus(UNKNOWN, message))
     known = {}
     for line in shown.stdout.splitlines():
-        name, number, state, restarts, why = line.split(maxsplit=4)
+        name, number, state, restarts, partitions, why = line.split(maxsplit=5)
         # Some reasons are sentences; scontrol shows them as one word, and so do the pages of Slurm.
-        known[name] = known[number] = JobStatus(state, why.strip().replace(" ", "_"), int(restarts))
+        reason_word = why.strip().replace(" ", "_")
+        if "," in partitions and reason_word != NO_REASON:
+            # It is that of one partition, and the job may start in another (seen: 22.05 to 26.05).
+            reason_word += f"_({partitions})"
+        known[name] = known[number] = JobStatus(state, reason_word, int(restarts))
     forgotten = [job_id for job_id in job_ids if job_id not in known]
     if forgotten:
         known |= _status_by_accounting(forgotten)
@@ -257,8 +274,24 @@ def never_starts(reason: str) -> bool:
     return NEVER.fullmatch(reason) is not None
 
 
+def in_minutes(limit: str) -> int | None:
+    """Return a time limit of Slurm in minutes, rounded up; None if it is no number of them, as UNLIMITED.
+
+    Its forms are those of sbatch --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
+    days-hours:minutes and days-hours:minutes:seconds.
+    """
+    parts = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", limit)
+    if not parts:
+        return None
+    first, second, third = (int(parts[name] or 0) for name in ("first", "second", "third"))
+    if parts["days"] is None and parts["third"] is None:
+        return first + math.ceil(second / 60)
+    days = int(parts["days"] or 0)
+    return (days * 24 + first) * 60 + second + math.ceil(third / 60)
+
+
 def fields(shown: str) -> dict[str, str]:
-    """Return the fields of an answer of `scontrol --oneliner show job` by their names.
+    """Return the fields of an answer of `scontrol --oneliner show job` (or partition) by their names.
 
     The first field of a name counts: the user's command line, which is one of the last, may look like others.
     """

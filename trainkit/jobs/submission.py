@@ -16,7 +16,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,12 +27,12 @@ from trainkit.config import options
 from trainkit.config.command_line import Parser, at_least, given, time_limit
 from trainkit.data import staging
 from trainkit.errors import UserError, print_line
-from trainkit.files import check_writable
-from trainkit.jobs import array, local, slurm
+from trainkit.files import check_writable, explained
+from trainkit.jobs import array, limits, local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
 from trainkit.jobs.program import add_options, from_options, misplaced, note_on_environment, split
-from trainkit.jobs.sbatch_options import sbatch_options
-from trainkit.jobs.site import Site, read_site
+from trainkit.jobs.sbatch_options import of_variables, sbatch_options
+from trainkit.jobs.site import DEFAULT_MINUTES, Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
 from trainkit.record import samples
 from trainkit.record.columns import SINGLE, STAGE_FOLDERS
@@ -40,12 +40,11 @@ from trainkit.record.columns import SINGLE, STAGE_FOLDERS
 if TYPE_CHECKING:
     import submitit
 
-# The time limit of a job where neither its user nor the site gives one.
-DEFAULT_MINUTES = 30
 # sbatch obeys these, and submitit knows nothing of them: it would wait, or look for other files.
 NOT_FOR_SUBMITIT = ("SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_ARRAY_INX")
-# SBATCH_QOS is --qos of sbatch, and so on, but for these (man sbatch, INPUT ENVIRONMENT VARIABLES).
-OPTIONS_OF_OTHER_NAMES = {"SBATCH_TIMELIMIT": "time", "SBATCH_MEM_PER_NODE": "mem"}
+# So long Slurm is asked for the reason of a job that waits: where no other job is before it, 24.11 gives one
+# after up to 2 seconds.
+REASON_SECONDS = 3
 
 
 class RefusedError(UserError):
@@ -172,27 +171,31 @@ class Sent:
     handle: Handle | None = None
 
 
-def sending(request: Request) -> AbstractContextManager[Sent]:
-    """Check the request, make its folder, and return what surrounds the call of submitit.
+@contextmanager
+def sending(request: Request) -> Iterator[Sent]:
+    """Check the request and make its folder; surround the call of submitit.
 
     It prepares the environment, for sbatch or for the processes here. After the call it finds a job that
     Slurm took without saying so, cancels one that it can never start, and starts the monitor of processes
     here.
 
     Raises:
-        UserError: for options that the stage would refuse, missing data, a folder that cannot be written to;
-            from the call itself, if sbatch refuses the job (RefusedError), or does not say whether it has
-            taken it.
+        UserError: for options that the stage would refuse, missing data, more than the partition allows, a
+            folder that cannot be written to; after the call, if sbatch refuses the job (RefusedError), or
+            does not say whether it has taken it.
     """
     fix = "free the space, fix the permissions, or choose different folders (--results-dir, slurm/site.sh)."
     for job in request.jobs:
         check(job)
         check_writable(job.results_dir / "runs", "results", fix)
+    if not request.why_here:
+        _check_limits(request)
     # A job without its log's folder fails without a log.
     check_writable(request.folder, "the job's logs", fix)
-    if request.why_here:
-        return _starting_here(request)
-    return _sending_to_slurm(request)
+    send = _starting_here if request.why_here else _sending_to_slurm
+    # The files of the check fit on a disk, or into a quota, that those of the job then fill.
+    with explained(f"the job's files cannot be written to {request.folder}", fix), send(request) as sent:
+        yield sent
 
 
 @contextmanager
@@ -270,9 +273,8 @@ def _sending_to_slurm(request: Request) -> Iterator[Sent]:
     # Of an array, its first job.
     index = 0 if request.others else None
     sent.handle = _handle(request.folder, number, request.resources.tasks, request.records_dir, index)
-    # Not every Slurm refuses at once a job that it can never start. Some give the reason later, and then
-    # `follow` tells it.
-    reason = sent.handle.state().reason
+    # Where other jobs are before it, Slurm may give the reason later, and then `follow` tells it.
+    reason = sent.handle.reason(REASON_SECONDS)
     if slurm.never_starts(reason):
         slurm.ask("scancel", number)
         shutil.rmtree(request.folder)
@@ -375,6 +377,7 @@ def preview(request: Request) -> str:
     if request.why_here:
         command = shlex.join([*request.stage.command, *request.arguments])
         return f"{request.why_here}: would run as {request.resources.tasks} local process(es) of {command}"
+    _check_limits(request)
     return job_script(request)
 
 
@@ -394,10 +397,8 @@ def job_script(request: Request) -> str:
         "signal": "USR2@60",
         "requeue": True,
         "open-mode": "append",
+        **of_variables(_sbatch_variables(request)),
     }
-    for name, value in _sbatch_variables(request).items():
-        option = name.removeprefix("SBATCH_").lower().replace("_", "-")
-        sbatch[OPTIONS_OF_OTHER_NAMES.get(name, option)] = value
     directives = []
     for option, value in sbatch.items():
         directive = f"#SBATCH --{option}"
@@ -436,6 +437,20 @@ def check(request: Request) -> None:
         check_sizes(opts, request.stage, request.resources)
     if request.why_here:
         _check_machine(request)
+
+
+def _check_limits(request: Request) -> None:
+    """Raise a UserError if the partition does not allow what the job asks for."""
+    asked = {
+        "nodes": str(request.resources.nodes),
+        "time": str(request.timeout_min),
+        **request.sbatch_options,
+        **of_variables(_sbatch_variables(request)),
+    }
+    beyond = limits.excess(asked)
+    if beyond:
+        remedy = slurm.advice(beyond.reason)
+        raise UserError(f"Slurm would never start the job ({beyond.reason}: {beyond.limit}): {remedy}.")
 
 
 def why_local(here: bool) -> str:
@@ -654,6 +669,8 @@ def announce(request: Request, job: Handle) -> None:
         held_by_this_shell = slurm.job_of_this_shell()
         if held_by_this_shell:
             print_line(f"note: {held_by_this_shell}")
+    for sentence in request.site.misspelt:
+        print_line(f"note: {sentence}")
     if request.stage.program:
         note = note_on_environment(request.stage.program)
         if note:
