@@ -231,27 +231,54 @@ def test_memory_that_is_shared_counts_once(machine: FakeMachine) -> None:
         assert rank["memory_mb"] == node["memory_mb"] == 1024
 
 
+# Lines of /proc/self/cgroup, and the folder in /sys/fs/cgroup that counts all steps of the job. Those with n1
+# are recorded from practice clusters, with 22.05.8, 24.11.5 and 26.05.5: Debian's Slurm adds the name of the
+# node. The others are what the sources of 26.05.3 say (src/plugins/cgroup: v1/xcgroup.c and v2/cgroup_v2.c).
+IN_USE_BY_VERSION = {1: ("memory.usage_in_bytes", "total_"), 2: ("memory.current", "")}
+OF_THE_PRACTICE_CLUSTER = "system.slice/n1_slurmstepd.scope"
+
+
 @pytest.mark.parametrize(
-    ("line", "file_in_use", "prefix"),
+    ("line", "job", "version"),
     [
-        ("0::/system.slice/slurmstepd.scope/job_12/step_1/user/task_0", "memory.current", ""),
-        ("4:memory:/slurm/uid_7/job_12/step_1", "memory.usage_in_bytes", "total_"),
+        ("4:memory:/slurm_n1/uid_0/job_12/step_0/task_0", "memory/slurm_n1/uid_0/job_12", 1),
+        ("4:memory:/slurm/uid_7/job_12/step_batch", "memory/slurm/uid_7/job_12", 1),
+        (
+            "0::/system.slice/slurmstepd.scope/job_12/step_1/user/task_0",
+            "system.slice/slurmstepd.scope/job_12",
+            2,
+        ),
+        (
+            f"0::/{OF_THE_PRACTICE_CLUSTER}/job_7401/step_batch/user/task_special",
+            f"{OF_THE_PRACTICE_CLUSTER}/job_7401",
+            2,
+        ),
+        (
+            f"0::/{OF_THE_PRACTICE_CLUSTER}/s3RDM8HC9BEX00/step_0/user/task_special",
+            f"{OF_THE_PRACTICE_CLUSTER}/s3RDM8HC9BEX00",
+            2,
+        ),
+        # A program of the job may make groups of its own.
+        (
+            "0::/system.slice/slurmstepd.scope/s5K1KKYAYG5D00/step_extern/user/task_0/step_1/worker",
+            "system.slice/slurmstepd.scope/s5K1KKYAYG5D00",
+            2,
+        ),
     ],
 )
 def test_memory_of_a_job_in_a_cgroup(
-    line: str, file_in_use: str, prefix: str, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+    line: str, job: str, version: int, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that counts against --mem, such as files in /dev/shm; not the cache, which fills what is free."""
     monkeypatch.setattr(processes.memory, "CGROUPS", machine.folder / "cgroup")
-    _, controller, path = line.split(":")
-    folder = f"cgroup/{controller}{path.partition('/step')[0]}"
+    file_in_use, prefix = IN_USE_BY_VERSION[version]
     kinds = {"inactive_file": 300_000_000, "active_file": 200_000_000}
     lines = [f"{prefix}{kind} {number}" for kind, number in kinds.items()]
     machine.write(
         {
             "proc/self/cgroup": f"9:cpu:/\n{line}\n",
-            f"{folder}/memory.stat": "\n".join([*lines, "shmem 1500000000\n"]),
-            f"{folder}/{file_in_use}": "3500000000\n",
+            f"cgroup/{job}/memory.stat": "\n".join([*lines, "shmem 1500000000\n"]),
+            f"cgroup/{job}/{file_in_use}": "3500000000\n",
         }
     )
     machine.process(7)

@@ -12,8 +12,9 @@ import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
 SHARED_FILES = Path("/dev/shm")
-# Slurm's name for the cgroup of all steps of a job.
-CGROUP_OF_A_JOB = re.compile(r"(.*/job_\d+)(?:/|$)")
+# The cgroup of a job is the one around those of its steps (cgroup_v2.c and xcgroup.c of Slurm), whatever its
+# name: job_12, or in version 2 from Slurm 26.05 on s3RDM8HC9BBM00.
+CGROUP_OF_A_JOB = re.compile(r"(/.+?)/step_[^/]+(?:/|$)")
 # In the folder of a cgroup, of version 2 or 1: the file with the bytes in use, and the lines of memory.stat
 # with the bytes of cached files.
 CACHED_BY_FILE_IN_USE = {
