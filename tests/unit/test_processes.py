@@ -79,6 +79,9 @@ def test_torchrun_is_no_rank(machine: FakeMachine) -> None:
     assert loaders_of_ranks(job.sample()) == {}
 
 
+FORK_SERVER = "python\0-c\0from multiprocessing.forkserver import main; main(5, 6)"
+
+
 def test_processes_that_a_script_starts_itself(machine: FakeMachine) -> None:
     """Two ranks, one with a loader worker by way of a process that only forks, and a pool that rests.
 
@@ -90,8 +93,8 @@ def test_processes_that_a_script_starts_itself(machine: FakeMachine) -> None:
         machine.process(7)
         machine.process(8, cpu_seconds=seconds, parent=7)
         machine.process(9, cpu_seconds=seconds, parent=7)
-        machine.process(10, parent=9, command="python\0-c\0from multiprocessing.forkserver import main")
-        machine.process(11, cpu_seconds=seconds / 2, parent=10, is_loader=True)
+        machine.process(10, parent=9, command=FORK_SERVER)
+        machine.process(11, cpu_seconds=seconds / 2, parent=10, is_loader=True, command=FORK_SERVER)
         machine.process(12, parent=7)
         machine.process(13, cpu_seconds=seconds, parent=7, command="python\0torch/_inductor/compile")
         machine.now += 1
@@ -135,24 +138,35 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_that_a_real_script_starts_itself(tmp_path: Path) -> None:
-    """They compute, and are no loader workers of the process that waits for them; nor are their own."""
-    (tmp_path / "spawns.py").write_text(SPAWNS)
-    environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)}
-    job = psutil.Popen([sys.executable, tmp_path / "spawns.py"], env=environment)
+# The default of Python 3.14 is a fork server.
+LOADS = """
+from torch.utils.data import DataLoader
 
-    def both_compute() -> bool:
-        return any(row["others"] == 2 for row in rows_so_far(tmp_path, samples.RANK))
+if __name__ == "__main__":
+    for batch in DataLoader(range(10**9), num_workers=1, multiprocessing_context="forkserver"):
+        pass
+"""
+
+
+@pytest.mark.parametrize(("script", "seen"), [(SPAWNS, (2, 0)), (LOADS, (0, 1))], ids=["ranks", "loader"])
+def test_what_a_real_script_starts_itself(script: str, seen: tuple[int, int], tmp_path: Path) -> None:
+    """Ranks compute, and are no loader workers of the process that waits for them; nor are their own."""
+    (tmp_path / "script.py").write_text(script)
+    environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)}
+    job = psutil.Popen([sys.executable, tmp_path / "script.py"], env=environment)
+
+    def others_and_loaders() -> set[tuple[int, int]]:
+        return {(row["others"], row["loaders"]) for row in rows_so_far(tmp_path, samples.RANK)}
 
     try:
         with running_monitor(tmp_path, period=0.25):
-            wait_until(both_compute, job)
+            wait_until(lambda: seen in others_and_loaders(), job)
     finally:
         for process in [*job.children(recursive=True), job]:
             process.kill()
         job.wait()
-    ranks = rows_so_far(tmp_path, samples.RANK)
-    assert {(row["number"], row["loaders"]) for row in ranks} == {("0", 0)}
+    assert max(loaders for _, loaders in others_and_loaders()) == seen[1]
+    assert {row["number"] for row in rows_so_far(tmp_path, samples.RANK)} == {"0"}
 
 
 # --- what they use ----------------------------------------------------------------------------------
