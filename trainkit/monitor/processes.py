@@ -30,8 +30,8 @@ SAMPLES_TO_JOIN = 10
 CAUGHT_BY_LOADER_WORKERS = {signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGTERM}
 # The process from which multiprocessing forks others, which then have its command line.
 FORK_SERVER = b"multiprocessing.forkserver"
-# Parts of the command lines of other processes that load PyTorch and are no ranks: Inductor's compile workers,
-# and torchrun, also before it has started its ranks.
+# Parts of the command lines of others that load PyTorch and are no ranks: Inductor's compile workers, and
+# torchrun, also before it has started its ranks.
 HELPERS = (
     b"torch/_inductor/",
     b"trainkit.distributed.torchrun",
