@@ -14,6 +14,9 @@ GPUS ?= 2
 SLURM := own
 # A job has variables of this kind from Slurm only.
 unexport SLURM
+# pip installs into .venv, also for a user who otherwise has it install elsewhere (asv#522, pypa/virtualenv#802).
+export PIP_USER := 0
+unexport PIP_TARGET PIP_PREFIX
 
 # An upgrade may take away the Python that it was made with; so does a module that is not loaded.
 ifneq ($(filter-out help clean cluster-%,$(MAKECMDGOALS)),)

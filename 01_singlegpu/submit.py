@@ -14,7 +14,7 @@ try:
     from trainkit.jobs.following import Handle, follow
     from trainkit.jobs.submission import Request
     from trainkit.jobs.training import Training
-except ModuleNotFoundError:
+except ImportError:
     # Where the environment of a different project is active, the kit's own Python takes over.
     run_path(str(Path(__file__).resolve().parents[1] / "trainkit" / "kit_python.py"))["take_over"]()
     raise

@@ -103,7 +103,7 @@ in_job() {
     local seconds=$1 seconds_in_container=$2
     local ask=(env PYTHONSAFEPATH=1 python -m trainkit.jobs.in_job "$3" "--folder=$TRAINKIT_JOB_DIR"
         "--facts=$facts" "${@:4}")
-    timeout --signal=KILL "$seconds" "${ask[@]}" 2>/dev/null < <(printed) && return
+    timeout --signal=KILL "$seconds" "${ask[@]}" < <(printed) && return
     [[ -z $requeued ]] || return 1
     (
         unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
@@ -115,23 +115,26 @@ in_job() {
 # Carry out Python's answer, which sets and unsets variables, and prints the first lines of the log. What only the
 # node knows is asked here, because a container may have no scontrol, git or nvidia-smi.
 begin() { # with the arguments of the job script
-    local first_node node gpus version answer
+    local first_node node gpus version answer complaints complaint
     first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || first_node=""
     node=$(scontrol --oneliner show node "$first_node" 2>/dev/null) || node=""
     # If the driver hangs, nothing can end nvidia-smi, so this does not wait for its end.
     IFS= read -r -d '' -t 20 gpus < <(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || true
     version=$(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null) || version=""
+    complaints=$(mktemp 2>/dev/null) || complaints=/dev/null
     answer=$(
         in_job 60 300 begin ${plain:+--plain} ${array_of_runs:+--array-of-runs} "--monitor=$SITE_MONITOR" \
             "--repository=$REPOSITORY" "--version=$version" "--gpus=$gpus" "--first-node=$first_node" "--node=$node" \
             "--addresses=$(hostname -I 2>/dev/null)" "--signal=$(grep -s '^#SBATCH --signal=' "$0")" \
             "--exported=$(compgen -e)" \
             "--variables=$(declare -p "${!SLURM_@}" "${!SRUN_@}" MASTER_ADDR MASTER_PORT OMP_NUM_THREADS \
-                SITE_NETWORK_INTERFACE SITE_PORTS 2>/dev/null)" -- "$@"
+                SITE_NETWORK_INTERFACE SITE_PORTS 2>/dev/null)" -- "$@" 2>"$complaints"
     ) || true
+    complaint=$(grep --invert-match --extended-regexp '^(srun|slurmstepd|$)' "$complaints" | tail --lines=1) || true
+    [[ $complaints == /dev/null ]] || rm "$complaints"
     [[ $answer == *"# in_job begins"*"# in_job ends"* ]] || # container programs may print lines around it
-        fail "Python does not start on $(hostname): correct activate_environment or SITE_CONTAINER in \
-slurm/site.sh."
+        fail "the job's Python does not work on $(hostname) (${complaint:-no answer}): correct \
+activate_environment or SITE_CONTAINER in slurm/site.sh."
     answer=${answer#*"# in_job begins"}
     eval "${answer%"# in_job ends"*}"
 }
@@ -213,7 +216,7 @@ tell_script() {
     top_folder=$(timeout 20 git -C "$folder" rev-parse --show-toplevel 2>/dev/null) || top_folder=""
     version=$(timeout 20 git -C "$folder" describe --always --dirty 2>/dev/null) || version=""
     answer=$(in_job 20 60 script ${plain:+--plain} "--run-name=${name_in_sweep:-}" "--version=$version" \
-        "--top-folder=$top_folder" "--repository=$REPOSITORY" -- "$@") || answer=""
+        "--top-folder=$top_folder" "--repository=$REPOSITORY" -- "$@" 2>/dev/null) || answer=""
     [[ $answer != *"# in_job script"* ]] || # container programs may print lines before it
         echo "${answer#*"# in_job script"$'\n'}"
     echo

@@ -23,6 +23,9 @@ activate_environment() {
     fi
 }
 
+# Containers and cron leave it unset, and folders in site.sh have it in their names (seen: /scratch/$USER).
+: "${USER:=$(id -un)}"
+
 # --- the site file ----------------------------------------------------------------------------------
 site=$REPOSITORY/slurm/site.sh
 if [[ -e $site || -L $site ]]; then
@@ -34,7 +37,8 @@ sed -i 's/\r\$//; 1s/^\xef\xbb\xbf//' slurm/site.sh"
     # bash only warns about a here-document without an end, and exits with 0.
     problem=$(LC_ALL=C bash -n "$site" 2>&1) && [[ -z $problem ]] ||
         fail "slurm/site.sh is not valid shell code, correct it: ${problem%%$'\n'*}"
-    ends="slurm/site.sh ends the shell that reads it: leave out exit, exec, and commands that fail."
+    ends="slurm/site.sh ends the shell that reads it: leave out exit, exec, commands that fail, and variables \
+that are not set."
     # shellcheck source=/dev/null
     source "$site"
     ends=""
@@ -58,6 +62,10 @@ done
 if [[ ! $SITE_PORTS =~ ^[1-9][0-9]*-[1-9][0-9]*$ ]] || ((${SITE_PORTS%-*} > ${SITE_PORTS#*-})); then
     fail "SITE_PORTS is a range such as 10000-29999, not $SITE_PORTS: correct it in slurm/site.sh or in your shell."
 fi
+# gloo takes names only, and looks for an interface that is called so (seen: ^lo,docker0 and =eth0, for NCCL).
+[[ ${SITE_NETWORK_INTERFACE:-} != [=^]* ]] ||
+    fail "SITE_NETWORK_INTERFACE names interfaces, such as ib0, and $SITE_NETWORK_INTERFACE is notation of NCCL \
+that gloo does not know: correct it in slurm/site.sh, or export NCCL_SOCKET_IFNAME there in its place."
 export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # finds trainkit if it is not installed
 
 # Activate the job's Python. Jobs run with `set -u`, under which both module and conda fail.

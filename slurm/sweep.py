@@ -8,7 +8,7 @@ from runpy import run_path
 
 try:
     from trainkit.commands.sweep import main
-except ModuleNotFoundError:
+except ImportError:
     # Where the environment of a different project is active, the kit's own Python takes over.
     run_path(str(Path(__file__).resolve().parents[1] / "trainkit" / "kit_python.py"))["take_over"]()
     raise

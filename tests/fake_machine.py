@@ -45,6 +45,7 @@ class FakeMachine:
                 "proc/meminfo": "".join(f"{name}: {kb} kB\n" for name, kb in memory.items()),
                 "proc/stat": "btime 0\n",
                 "proc/1/environ": "",
+                "proc/self/mounts": "",
                 "proc/net/dev": "-\n-\nlo: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0",
             }
         )

@@ -110,6 +110,44 @@ def test_make_installs_what_a_target_needs(
     assert re.findall(r"pip install .*--editable '\.\[(\w+)\]'", done.stdout) == installed
 
 
+# A project that pip can install without any package from elsewhere.
+PROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+[project]
+name = "kit"
+version = "1"
+optional-dependencies = {course = []}
+"""
+BACKEND = """
+import zipfile
+from pathlib import Path
+
+def build_editable(folder, *_):
+    with zipfile.ZipFile(Path(folder, "kit-1-py3-none-any.whl"), "w") as wheel:
+        metadata = "Metadata-Version: 2.1\\nName: kit\\nVersion: 1\\nProvides-Extra: course\\n"
+        wheel.writestr("kit-1.dist-info/METADATA", metadata)
+        wheel.writestr("kit-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nTag: py3-none-any\\n")
+        wheel.writestr("kit-1.dist-info/RECORD", "")
+    return "kit-1-py3-none-any.whl"
+"""
+
+
+def test_make_installs_into_its_environment_whatever_pip_is_told(tmp_path: Path) -> None:
+    """By the user's own settings, of which each alone would do harm."""
+    shutil.copy(REPOSITORY / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    (tmp_path / "backend.py").write_text(BACKEND)
+    conf, elsewhere = tmp_path / "pip.conf", str(tmp_path / "elsewhere")
+    conf.write_text("[install]\nuser = true\n")
+    settings = {"PIP_CONFIG_FILE": str(conf), "PIP_TARGET": elsewhere, "PIP_PREFIX": elsewhere}
+    environment = ENVIRONMENT | settings | {"PIP_NO_INDEX": "1"}
+    succeeded(ran("make", "-C", tmp_path, f"PYTHON={sys.executable}", ".venv/ready", env=environment))
+    assert list(tmp_path.glob(".venv/lib/python*/site-packages/kit-1.dist-info"))
+
+
 def test_what_a_learner_runs_is_installed_by_make() -> None:
     """All that the lessons, exercises and commands import, but for what their pages tell to install."""
     told_to_install = {"lightning", "accelerate", "transformers", "hydra", "omegaconf", "wandb", "mlflow"}

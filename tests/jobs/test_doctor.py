@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -227,6 +226,17 @@ def test_an_environment_without_torch(in_job_too: bool, level: str, site_file: P
     assert "conda: command not found" in found(told, "environment", level)
 
 
+def test_packages_that_come_before_those_of_the_environment(
+    site_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a loaded module leaves them (easybuild-easyblocks#2887): to make .venv once more changes nothing."""
+    (tmp_path / "torch.py").write_text("from typing import deprecated_name\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = login_node.check_environment(site.read_site(), in_job_too=False)
+    fault = found(told, "environment", FAULT)
+    assert str(tmp_path) in fault and "unset PYTHONPATH" in fault
+
+
 @pytest.mark.usefixtures("mnist_dir")
 @pytest.mark.parametrize(
     ("build", "most_gpus", "check", "level", "words"),
@@ -270,12 +280,6 @@ def test_the_doctor_refuses_bad_options_in_one_sentence(
     monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments])
     with pytest.raises(UserError, match=sentence):
         cli.main.__wrapped__()
-
-
-def test_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
-    with pytest.raises(SystemExit, match=r"^error: the doctor needs Python 3\.10 or newer"):
-        runpy.run_path(str(site.REPOSITORY / "slurm" / "doctor.py"), run_name="__main__")
 
 
 # --- what a rank finds ------------------------------------------------------------------------------

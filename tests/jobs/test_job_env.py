@@ -91,13 +91,15 @@ def test_a_start_that_fails_early_says_why(site: str, restarts: int, checkout: C
     assert len([*job.folder.parent.glob("7-*")]) == (not restarts)
 
 
-def test_no_python_at_all(checkout: Checkout) -> None:
-    """Then nothing can say how it has ended, and what an earlier start said does not stand."""
+def test_a_python_that_does_not_work(checkout: Checkout) -> None:
+    """Its last line is told. How the job has ended is not, nor what an earlier start has said of it."""
     job = Job(checkout, restarts=1)
     job.leave()
-    checkout.fake("python", "exit 127")
+    checkout.fake("python", "echo Traceback; echo 'ImportError: 3.9 is too old' >&2; exit 1")
     assert job.run().returncode == 1
-    log = job.log.read_text()
-    assert "error: Python does not start on " in log and "with exit code 1\n" in log
+    error, *others = job.log.read_text().splitlines()
+    assert error.startswith("error: ") and "(ImportError: 3.9 is too old): correct activate_env" in error
+    log = "\n".join(others)
+    assert "with exit code 1" in log
     assert not (job.folder / "outcome.json").exists()
     assert "back to the queue" not in log

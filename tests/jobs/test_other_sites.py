@@ -14,6 +14,8 @@ from checkout import Checkout
 from cluster import running_cluster
 from conftest import succeeded
 
+from trainkit.record import samples
+
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("mnist_dir")]
 
 # A plugin that refuses what its condition describes, as the administrators of many sites have one.
@@ -164,8 +166,21 @@ def test_a_job_that_can_never_start_is_refused_and_not_left(tmp_path: Path) -> N
             succeeded(cluster.run(lift))
 
 
+TELLS_ITS_CORES = f"""
+import os, time
+from pathlib import Path
+print("cores", os.sched_getaffinity(0), open("/proc/self/cgroup").read())
+if os.environ["SLURM_PROCID"] == "0":
+    Path("/dev/shm/file").write_bytes(bytes(300_000_000))
+time.sleep({2 * samples.PERIOD_SECONDS})
+"""
+
+
 def test_cgroups_confine_each_rank_to_its_cores(tmp_path: Path) -> None:
-    """Those of version 1, where this machine has them and lets us; with memory constrained, and affinity."""
+    """Those of version 1, where this machine has them and lets us; with memory constrained, and affinity.
+
+    They count the memory of the job, with its files in memory.
+    """
     if not os.access("/sys/fs/cgroup/cpuset", os.W_OK) or len(os.sched_getaffinity(0)) < 2:
         pytest.skip("this machine lets us make no cgroups of version 1, or has one core only")
     conf = tmp_path / "conf"
@@ -181,16 +196,20 @@ def test_cgroups_confine_each_rank_to_its_cores(tmp_path: Path) -> None:
     try:
         with running_cluster("--conf", conf, "--cpus", 2, nodes=1) as cluster:
             checkout = Checkout(tmp_path / "a checkout", cluster)
+            checkout.site("SITE_MONITOR=on\n")
             script = checkout.folder / "tell.py"
-            script.write_text(
-                "import os\nprint('cores', os.sched_getaffinity(0), open('/proc/self/cgroup').read())\n"
-            )
+            script.write_text(TELLS_ITS_CORES)
             sizes = ("--gpus", 2, "--cpus-per-gpu", 1)
             succeeded(checkout.submit_py("ddp", *sizes, "--wait", "--plain", script))
             text = "".join(log.read_text() for log in checkout.folder.rglob("*_log.out"))
+            (folder,) = checkout.folder.glob(f"results/jobs/*/{samples.FOLDER}")
+            nodes = [row for row in samples.read(folder) if row["what"] == samples.NODE]
     finally:
         for folder in Path("/sys/fs/cgroup").glob("*/slurm_n1"):  # slurmd leaves them
             folder.rmdir()
     cores = re.findall(r"^cores (\{\d+\}) ", text, re.MULTILINE)
     assert len(cores) == 2 and len(set(cores)) == 2, text
     assert re.search(r":cpuset:/slurm_n1/uid_\d+/job_\d+/step_\d+(/task_\d+)?$", text, re.MULTILINE), text
+    # Without a cgroup the file would count as one of nobody knows whom.
+    assert {float(row["shared_files_mb"]) for row in nodes} == {0}
+    assert max(float(row["memory_mb"]) for row in nodes) >= 300

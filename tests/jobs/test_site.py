@@ -1,5 +1,7 @@
 """slurm/site.sh that cannot be used: one sentence on the login node and in a job."""
 
+import os
+import pwd
 import re
 from pathlib import Path
 
@@ -24,6 +26,9 @@ BAD = {
     b"SITE_DATA_DIR='~/data'\n": "~/data",
     b"SITE_PORTS=20000\n": "SITE_PORTS",
     b"SITE_MOST_RESTARTS=many\n": "SITE_MOST_RESTARTS",
+    # NCCL alone understands these.
+    b"SITE_NETWORK_INTERFACE=^lo,docker0\n": "SITE_NETWORK_INTERFACE",
+    b"SITE_NETWORK_INTERFACE==eth0\n": "SITE_NETWORK_INTERFACE",
 }
 
 
@@ -47,6 +52,14 @@ def test_a_site_file_that_cannot_be_used(checkout: Checkout) -> None:
     assert done.returncode == 1
     sentence = rf"error: slurm/site.sh {ENDS} that reads it.*\(line 1: module: command not found\)\n"
     assert re.fullmatch(sentence, done.stderr), done.stderr
+
+
+def test_a_folder_with_the_name_of_the_user(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the example; containers and cron do not set it."""
+    monkeypatch.delenv("USER", raising=False)
+    checkout.site("SITE_SCRATCH_DIR=/scratch/$USER\n")
+    user = pwd.getpwuid(os.getuid()).pw_name
+    assert site.read_site().jobs_dir == Path("/scratch") / user
 
 
 def test_the_words_of_a_site(checkout: Checkout) -> None:

@@ -270,6 +270,18 @@ def test_a_mistake_in_a_copied_stage_is_one_sentence(
     assert one_error(done).startswith(f"error on rank 0: {sentence}")
 
 
+def test_a_data_set_that_loader_processes_cannot_get(script: Script, tmp_path: Path) -> None:
+    """Where a fork server starts them, as by default in Python 3.14. PyTorch adds a warning."""
+    first = "    opts = parse_"
+    by_a_fork_server = "    torch.multiprocessing.set_start_method('forkserver', force=True)\n"
+    with_a_lambda = "    Stories.__init__ = lambda self: setattr(self, 'noise', lambda: 0)\n"
+    own = tmp_path / "own.py"
+    own.write_text(STORIES.replace(first, f"{by_a_fork_server}{with_a_lambda}{first}"))
+    done = script(own, *OF_STORIES, "--num-workers", 1, "--results-dir", tmp_path)
+    assert "error: the data set cannot be sent to the processes" in failed(done)
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("before", "line", "told"),
     [

@@ -6,6 +6,8 @@ import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -614,6 +616,22 @@ def test_plot_results_writes_table_and_figures(plot: Callable, tmp_path: Path) -
         # Ink in the middle, where the data is, and not on the frame and its labels only.
         height, width = pixels.shape[:2]
         assert pixels[height // 4 : -height // 3, width // 4 : -width // 4].std() > 0.05
+
+
+def test_figures_do_not_depend_on_the_settings_of_the_user(plot: Callable, tmp_path: Path) -> None:
+    """A backend that matplotlib does not know, LaTeX where there is none, and a size of their own."""
+    write_run(tmp_path / "runs", "one", [10, 1000])
+    write_run(tmp_path / "runs", "two", [10, 1600, 1700], **ddp(2))
+    succeeded(plot("runs", "--out", "out", cwd=tmp_path))
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nsavefig.dpi: 7\n")
+    # The fork server has loaded matplotlib already.
+    again = [sys.executable, ROOT / "results" / "plot_results.py", "runs", "--out", "again"]
+    done = subprocess.run(
+        again, cwd=tmp_path, env=ENVIRONMENT | {"MPLBACKEND": "Qt4Agg"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in FIGURES:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
 def test_one_page_to_share(plot: Callable, forking: Forking, tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ def test_torchrun_is_no_rank(machine: FakeMachine) -> None:
     assert loaders_of_ranks(job.sample()) == {}
 
 
+FORK_SERVER = "python\0-c\0from multiprocessing.forkserver import main; main(5, 6)"
+
+
 def test_processes_that_a_script_starts_itself(machine: FakeMachine) -> None:
     """Two ranks, one with a loader worker by way of a process that only forks, and a pool that rests.
 
@@ -90,8 +93,8 @@ def test_processes_that_a_script_starts_itself(machine: FakeMachine) -> None:
         machine.process(7)
         machine.process(8, cpu_seconds=seconds, parent=7)
         machine.process(9, cpu_seconds=seconds, parent=7)
-        machine.process(10, parent=9, command="python\0-c\0from multiprocessing.forkserver import main")
-        machine.process(11, cpu_seconds=seconds / 2, parent=10, is_loader=True)
+        machine.process(10, parent=9, command=FORK_SERVER)
+        machine.process(11, cpu_seconds=seconds / 2, parent=10, is_loader=True, command=FORK_SERVER)
         machine.process(12, parent=7)
         machine.process(13, cpu_seconds=seconds, parent=7, command="python\0torch/_inductor/compile")
         machine.now += 1
@@ -135,24 +138,35 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_that_a_real_script_starts_itself(tmp_path: Path) -> None:
-    """They compute, and are no loader workers of the process that waits for them; nor are their own."""
-    (tmp_path / "spawns.py").write_text(SPAWNS)
-    environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)}
-    job = psutil.Popen([sys.executable, tmp_path / "spawns.py"], env=environment)
+# The default of Python 3.14 is a fork server.
+LOADS = """
+from torch.utils.data import DataLoader
 
-    def both_compute() -> bool:
-        return any(row["others"] == 2 for row in rows_so_far(tmp_path, samples.RANK))
+if __name__ == "__main__":
+    for batch in DataLoader(range(10**9), num_workers=1, multiprocessing_context="forkserver"):
+        pass
+"""
+
+
+@pytest.mark.parametrize(("script", "seen"), [(SPAWNS, (2, 0)), (LOADS, (0, 1))], ids=["ranks", "loader"])
+def test_what_a_real_script_starts_itself(script: str, seen: tuple[int, int], tmp_path: Path) -> None:
+    """Ranks compute, and are no loader workers of the process that waits for them; nor are their own."""
+    (tmp_path / "script.py").write_text(script)
+    environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)}
+    job = psutil.Popen([sys.executable, tmp_path / "script.py"], env=environment)
+
+    def others_and_loaders() -> set[tuple[int, int]]:
+        return {(row["others"], row["loaders"]) for row in rows_so_far(tmp_path, samples.RANK)}
 
     try:
         with running_monitor(tmp_path, period=0.25):
-            wait_until(both_compute, job)
+            wait_until(lambda: seen in others_and_loaders(), job)
     finally:
         for process in [*job.children(recursive=True), job]:
             process.kill()
         job.wait()
-    ranks = rows_so_far(tmp_path, samples.RANK)
-    assert {(row["number"], row["loaders"]) for row in ranks} == {("0", 0)}
+    assert max(loaders for _, loaders in others_and_loaders()) == seen[1]
+    assert {row["number"] for row in rows_so_far(tmp_path, samples.RANK)} == {"0"}
 
 
 # --- what they use ----------------------------------------------------------------------------------
@@ -231,27 +245,54 @@ def test_memory_that_is_shared_counts_once(machine: FakeMachine) -> None:
         assert rank["memory_mb"] == node["memory_mb"] == 1024
 
 
+# Lines of /proc/self/cgroup, and the folder in /sys/fs/cgroup that counts all steps of the job. Those with n1
+# are recorded from practice clusters, with 22.05.8, 24.11.5 and 26.05.5: Debian's Slurm adds the name of the
+# node. The others are what the sources of 26.05.3 say (src/plugins/cgroup: v1/xcgroup.c and v2/cgroup_v2.c).
+IN_USE_BY_VERSION = {1: ("memory.usage_in_bytes", "total_"), 2: ("memory.current", "")}
+OF_THE_PRACTICE_CLUSTER = "system.slice/n1_slurmstepd.scope"
+
+
 @pytest.mark.parametrize(
-    ("line", "file_in_use", "prefix"),
+    ("line", "job", "version"),
     [
-        ("0::/system.slice/slurmstepd.scope/job_12/step_1/user/task_0", "memory.current", ""),
-        ("4:memory:/slurm/uid_7/job_12/step_1", "memory.usage_in_bytes", "total_"),
+        ("4:memory:/slurm_n1/uid_0/job_12/step_0/task_0", "memory/slurm_n1/uid_0/job_12", 1),
+        ("4:memory:/slurm/uid_7/job_12/step_batch", "memory/slurm/uid_7/job_12", 1),
+        (
+            "0::/system.slice/slurmstepd.scope/job_12/step_1/user/task_0",
+            "system.slice/slurmstepd.scope/job_12",
+            2,
+        ),
+        (
+            f"0::/{OF_THE_PRACTICE_CLUSTER}/job_7401/step_batch/user/task_special",
+            f"{OF_THE_PRACTICE_CLUSTER}/job_7401",
+            2,
+        ),
+        (
+            f"0::/{OF_THE_PRACTICE_CLUSTER}/s3RDM8HC9BEX00/step_0/user/task_special",
+            f"{OF_THE_PRACTICE_CLUSTER}/s3RDM8HC9BEX00",
+            2,
+        ),
+        # A program of the job may make groups of its own.
+        (
+            "0::/system.slice/slurmstepd.scope/s5K1KKYAYG5D00/step_extern/user/task_0/step_1/worker",
+            "system.slice/slurmstepd.scope/s5K1KKYAYG5D00",
+            2,
+        ),
     ],
 )
 def test_memory_of_a_job_in_a_cgroup(
-    line: str, file_in_use: str, prefix: str, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+    line: str, job: str, version: int, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that counts against --mem, such as files in /dev/shm; not the cache, which fills what is free."""
     monkeypatch.setattr(processes.memory, "CGROUPS", machine.folder / "cgroup")
-    _, controller, path = line.split(":")
-    folder = f"cgroup/{controller}{path.partition('/step')[0]}"
+    file_in_use, prefix = IN_USE_BY_VERSION[version]
     kinds = {"inactive_file": 300_000_000, "active_file": 200_000_000}
     lines = [f"{prefix}{kind} {number}" for kind, number in kinds.items()]
     machine.write(
         {
             "proc/self/cgroup": f"9:cpu:/\n{line}\n",
-            f"{folder}/memory.stat": "\n".join([*lines, "shmem 1500000000\n"]),
-            f"{folder}/{file_in_use}": "3500000000\n",
+            f"cgroup/{job}/memory.stat": "\n".join([*lines, "shmem 1500000000\n"]),
+            f"cgroup/{job}/{file_in_use}": "3500000000\n",
         }
     )
     machine.process(7)

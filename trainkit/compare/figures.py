@@ -4,16 +4,17 @@ Also the style of all figures. Colour is never the only difference, since figure
 bar has its name and its value, and a line its own marker and dash.
 """
 
+import os
 import textwrap
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
+# Compute nodes have no screen. matplotlib reads this when it is imported, and fails if it does not know the
+# backend (seen: MPLBACKEND=Qt4Agg in a user's shell).
+os.environ["MPLBACKEND"] = "Agg"
+
 import matplotlib
-
-# Compute nodes have no screen.
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
@@ -21,6 +22,9 @@ from matplotlib.figure import Figure
 
 from trainkit.compare import comparison
 from trainkit.files import replacing
+
+# A user's matplotlibrc is not for our figures (seen: with text.usetex, and without LaTeX, none is drawn).
+matplotlib.rcdefaults()
 
 # Keywords of matplotlib's artists.
 Look = dict[str, object]

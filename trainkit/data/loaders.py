@@ -6,7 +6,9 @@ Step k takes the k-th block of `batch_size` indices, and each rank a contiguous 
 So N ranks together see exactly the batches that one process sees.
 """
 
+import multiprocessing
 import os
+import pickle
 import random
 import signal
 import sys
@@ -30,6 +32,8 @@ from trainkit.signals import STOP_SIGNALS, obey_the_trainer
 Batch = tuple[torch.Tensor, torch.Tensor]  # or what a collate_fn makes
 Data = InMemoryDataset | Dataset  # any with a length and samples by number
 LONGEST_TMPDIR_BYTES = 75
+# Of what cannot be pickled, such as a lambda or an open file.
+NO_PICKLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 # github.com/pytorch/pytorch/issues/5040 and 14768
@@ -364,19 +368,34 @@ class WorkerBatches(Batches):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             samples = iter(self.loader)
-        except (OSError, RuntimeError) as error:
-            if not isinstance(error, OSError) and "new thread" not in str(error):
+        except (OSError, RuntimeError, *NO_PICKLE) as error:
+            sentence = self._why_not_started(error)
+            if not sentence:
                 raise
             sys.unraisablehook = lambda _: None  # what PyTorch has half made complains at its end
-            raise UserError(
-                f"the processes of --loader workers cannot be started ({first_line(error)}): lower "
-                "--num-workers, or ask your admin for more processes, open files or room in /dev/shm."
-            ) from None
+            raise UserError(sentence) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # PyTorch would raise a worker's death anywhere in the training, not in the loop below.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return samples
+
+    def _why_not_started(self, error: Exception) -> str:
+        """Return why no loader processes can be started; "" if it is not known."""
+        if isinstance(error, OSError) or "new thread" in str(error):
+            return (
+                f"the processes of --loader workers cannot be started ({first_line(error)}): lower "
+                "--num-workers, or ask your admin for more processes, open files or room in /dev/shm."
+            )
+        # Python 3.14 uses a fork server. Where it does not fork, the data set is sent by pickle.
+        starts = (self.loader.multiprocessing_context or multiprocessing).get_start_method()
+        if isinstance(error, NO_PICKLE) and starts != "fork":
+            return (
+                f"the data set cannot be sent to the processes of --loader workers ({first_line(error)}): "
+                "define its functions at the top of a module, open its files in __getitem__, or give "
+                "--num-workers 0."
+            )
+        return ""
 
     def __iter__(self) -> Iterator[Batch]:
         try:

@@ -4,13 +4,14 @@ It needs only the standard library.
 """
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit import files
+from trainkit import files, kit_python
 from trainkit.doctor import script_imports
 from trainkit.doctor.checkup import (
     FAULT,
@@ -45,9 +46,13 @@ run_activate_environment
 exec "${SITE_CONTAINER[@]}" "$@"
 """
 LOOK = """
-import sys
-from trainkit.doctor import checkup_torch
-from trainkit.errors import entrypoint
+import runpy, sys
+try:
+    from trainkit.doctor import checkup_torch
+    from trainkit.errors import entrypoint
+except ImportError:
+    runpy.run_path(sys.argv[3])["refuse_packages_of_others"]()
+    raise
 
 @entrypoint
 def main():
@@ -224,21 +229,26 @@ def check_environment(site: Site, in_job_too: bool, with_data: bool = True) -> l
     # It may work on the compute nodes only, which the job will show.
     level = WARNING if in_job_too else FAULT
     data_dir = str(site.data_dir) if with_data else ""
-    done = _in_a_jobs_shell("python", "-c", LOOK, data_dir, str(_most_gpus()))
+    done = _in_a_jobs_shell("python", "-c", LOOK, data_dir, str(_most_gpus()), kit_python.__file__)
     if "srun's container" in done.stdout:
         return [_only_in_srun()]
     findings = findings_in(read_messages(done.stdout))
     if not findings:
-        # The command's output, and its error.
-        problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
-        message = f"the job's Python does not work here: {problem}"
+        problem = _last_words(done.stderr) or f"exit code {done.returncode}"
         fix = "fix activate_environment in slurm/site.sh; for the default, .venv, run make .venv/ready"
-        return [Finding("environment", level, message, fix)]
+        finding = fault_from("environment", f"the job's Python does not work here: {problem}", fix)
+        return [finding._replace(level=level)]
     findings = [finding._replace(level=level) if finding.level == FAULT else finding for finding in findings]
     if done.returncode:
         last_line = done.stderr.strip().rpartition("\n")[2]
         findings.append(fault_from("data", last_line))
     return findings
+
+
+def _last_words(complaints: str) -> str:
+    """Return the last line of what a shell and its Python have said, with a message before it."""
+    lines = [line for line in complaints.splitlines() if not re.match(r"\s|Traceback|$", line)]
+    return "; ".join(line.removeprefix("error: ") for line in lines[-2:])
 
 
 def check_folders(site: Site) -> list[Finding]:

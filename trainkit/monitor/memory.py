@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
-SHARED_FILES = Path("/dev/shm")
-# Slurm's name for the cgroup of all steps of a job.
-CGROUP_OF_A_JOB = re.compile(r"(.*/job_\d+)(?:/|$)")
+# The cgroup of a job is the one around those of its steps (cgroup_v2.c and xcgroup.c of Slurm), whatever its
+# name: job_12, or in version 2 from Slurm 26.05 on s3RDM8HC9BBM00.
+CGROUP_OF_A_JOB = re.compile(r"(/.+?)/step_[^/]+(?:/|$)")
 # In the folder of a cgroup, of version 2 or 1: the file with the bytes in use, and the lines of memory.stat
 # with the bytes of cached files.
 CACHED_BY_FILE_IN_USE = {
@@ -53,7 +53,7 @@ class JobMemory:
         return sum(process.memory_bytes for process in processes)
 
     def bytes_of_no_process(self, processes: Iterable[HasMemory]) -> int:
-        """Return the bytes written to /dev/shm since the job began that are in no process of the job.
+        """Return the bytes written to files in memory since the job began that are in no process of the job.
 
         A cgroup counts those of its job. Without one nobody knows whose they are.
         """
@@ -129,9 +129,14 @@ def _used_bytes_in_cgroup(folder: Path) -> int:
 
 
 def _shared_file_bytes() -> int:
-    """Return the bytes of all files in /dev/shm, of all users."""
-    try:
-        file_system = os.statvfs(SHARED_FILES)
-    except OSError:
-        return 0
-    return (file_system.f_blocks - file_system.f_bfree) * file_system.f_frsize
+    """Return the bytes of the files in each tmpfs, such as /dev/shm, of all users."""
+    # A later mount at the same place hides an earlier one.
+    types = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    bytes_by_device: dict[int, int] = {}
+    for folder in (folder for folder, kind in types.items() if kind == "tmpfs"):
+        # It may be gone, or in a folder of another user.
+        with suppress(OSError):
+            file_system = os.statvfs(folder)
+            used_bytes = (file_system.f_blocks - file_system.f_bfree) * file_system.f_frsize
+            bytes_by_device[Path(folder).stat().st_dev] = used_bytes
+    return sum(bytes_by_device.values())

@@ -28,11 +28,12 @@ SAMPLES_PER_WALK = 10
 SAMPLES_TO_JOIN = 10
 # A DataLoader worker catches these, so that it can tell what killed it (torch/csrc/DataLoader.cpp).
 CAUGHT_BY_LOADER_WORKERS = {signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV, signal.SIGTERM}
-# Parts of the command lines of processes that load PyTorch and are no ranks: Inductor's compile workers, the
-# process from which multiprocessing forks others, and torchrun, also before it has started its ranks.
+# The process from which multiprocessing forks others, which then have its command line.
+FORK_SERVER = b"multiprocessing.forkserver"
+# Parts of the command lines of others that load PyTorch and are no ranks: Inductor's compile workers, and
+# torchrun, also before it has started its ranks.
 HELPERS = (
     b"torch/_inductor/",
-    b"multiprocessing.forkserver",
     b"trainkit.distributed.torchrun",
     b"torch.distributed.run",
     b"bin/torchrun",
@@ -148,7 +149,9 @@ class Process:
     def _has_loaded_torch(self) -> bool:
         if TORCH_LIBRARY not in (_proc(self.pid) / "maps").read_bytes():
             return False
-        command = (_proc(self.pid) / "cmdline").read_bytes()
+        command = _command_line(self.pid)
+        if FORK_SERVER in command:
+            return command == _command_line(self.parent)
         return not any(helper in command for helper in HELPERS)
 
     def _read_waiting(self) -> float | None:
@@ -348,6 +351,10 @@ class Processes:
 
 def _proc(pid: int) -> Path:
     return Path(psutil.PROCFS_PATH, str(pid))
+
+
+def _command_line(pid: int) -> bytes:
+    return (_proc(pid) / "cmdline").read_bytes()
 
 
 def _caught_signals(pid: int) -> set[int]:

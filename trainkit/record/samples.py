@@ -90,7 +90,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "other_cores": (RANK,),
     # With whom it has had a TCP connection so far: rank, - (nobody), or host, on which there may be a rank.
     "met": (RANK,),
-    # In /dev/shm, since the job began, where no cgroup tells whose they are.
+    # In /dev/shm and each other tmpfs, since the job began, where no cgroup tells whose they are.
     "shared_files_mb": (NODE,),
     # The largest one in the job's own folder.
     "checkpoint_mb": (NODE,),
