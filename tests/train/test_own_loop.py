@@ -51,6 +51,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(forking: Forking, tm
 # disturbed in one step: the last rank, or one that writes, is killed, or gets a signal.
 OWN = """
 import os, random, resource, signal, sys, threading
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -97,16 +98,18 @@ if how == "split":
 elif world_size > 1:
     model = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 + np.cos(epoch))
 loss_sum = torch.zeros(())
+losses = []
 for seed in (torch.manual_seed, random.seed, np.random.seed):
     seed(1 + rank)
 trained = {"split": Sharded(model, optimizer)} if how == "split" else {"model": model, "optimizer": optimizer}
+batch_size = int(os.environ.get("BATCH", "4"))
 checkpointer = Checkpointer(
     trained | {"lr_scheduler": lr_scheduler},
     every_steps=int(os.environ["EVERY"]),
-    settings={"batch size": int(os.environ.get("BATCH", "4"))},
-    per_rank_state={"loss_sum": loss_sum},
+    settings={"batch size": batch_size, "data": Path("data"), "class weights": torch.ones(2)},
+    per_rank_state={"loss_sum": loss_sum, "losses": losses},
 )
 first_epoch, step = checkpointer.resume()
 for epoch in range(first_epoch, EPOCHS + 1):
@@ -123,6 +126,7 @@ for epoch in range(first_epoch, EPOCHS + 1):
                 disturb()
         optimizer.step()
         loss_sum += loss.detach()
+        losses.append(np.float64(loss.item()))
         step += 1
         if STEPS * (epoch - 1) + step == disturbed_in + 3:
             went_on.set()
@@ -130,7 +134,7 @@ for epoch in range(first_epoch, EPOCHS + 1):
             if world_size > 1:
                 dist.destroy_process_group()
             sys.exit()
-    print(f"rank {rank}, epoch {epoch}: {loss_sum.item().hex()}", flush=True)
+    print(f"rank {rank}, epoch {epoch}: {(loss_sum.item() + sum(losses)).hex()}", flush=True)
     lr_scheduler.step()
     loss_sum.zero_()
     step = 0
@@ -241,6 +245,56 @@ def test_a_loop_that_does_not_resume_is_told_in_its_first_step(forking: Forking,
     )
     told = forking.run(tmp_path / "own.py", env=ENVIRONMENT, cwd=tmp_path)
     assert told.returncode != 0 and "call resume()" in told.stderr
+
+
+CANNOT_BE_SAVED = """
+import argparse, pathlib, sys
+import torch
+from trainkit.training.checkpoint import Checkpointer
+
+class Tracker:
+    path = pathlib.Path("best.pt")
+    def state_dict(self):
+        return {"path": self.path}
+    def load_state_dict(self, state):
+        self.path = state["path"]
+
+options = argparse.Namespace(lr=0.1)
+parts, others = {
+    "part": ({"best_accuracy": 0.0}, {}),
+    "part of a rank": ({}, {"per_rank_state": {"best_accuracy": 0.0}}),
+    "setting": ({}, {"settings": {"options": options}}),
+    "state": ({"tracker": Tracker()}, {}),
+    "state of a rank": ({}, {"per_rank_state": {"tracker": Tracker()}}),
+}[sys.argv[1]]
+model = torch.nn.Linear(1, 1)
+checkpointer = Checkpointer({"model": model} | parts, **others)
+checkpointer.resume()
+print("the loop begins", flush=True)
+checkpointer.step(1, 1)
+print("the first step is done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "place", "printed"),
+    [
+        ("part", "best_accuracy is a float", ""),
+        ("part of a rank", "best_accuracy is a float", ""),
+        ("setting", "settings['options'] is a Namespace", ""),
+        # What an object saves is known only when it is asked.
+        ("state", "tracker['path'] is a PosixPath", "the loop begins\n"),
+        ("state of a rank", "tracker['path'] is a PosixPath", "the loop begins\n"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_before_anything_is_lost(
+    what: str, place: str, printed: str, forking: Forking, tmp_path: Path
+) -> None:
+    """And not at the first checkpoint, which may be the one at the time limit."""
+    (tmp_path / "own.py").write_text(CANNOT_BE_SAVED)
+    told = forking.run(tmp_path / "own.py", what, env=ENVIRONMENT, cwd=tmp_path)
+    assert told.returncode != 0 and told.stdout == printed
+    assert f"UserError: {place}" in told.stderr
 
 
 WHOLE = [
