@@ -3,12 +3,13 @@
 import random
 import re
 import subprocess
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import BY_FEATURE, ENVIRONMENT, STOPS, succeeded
+from conftest import BY_FEATURE, ENVIRONMENT, REPOSITORY, STOPS, succeeded
 from forking import Forking
 
 # A signal to the second rank alone: both have to leave the loop after the same step.
@@ -51,6 +52,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(forking: Forking, tm
 # disturbed in one step: the last rank, or one that writes, is killed, or gets a signal.
 OWN = """
 import os, random, resource, signal, sys, threading
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -97,16 +99,18 @@ if how == "split":
 elif world_size > 1:
     model = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 + np.cos(epoch))
 loss_sum = torch.zeros(())
+losses = []
 for seed in (torch.manual_seed, random.seed, np.random.seed):
     seed(1 + rank)
 trained = {"split": Sharded(model, optimizer)} if how == "split" else {"model": model, "optimizer": optimizer}
+batch_size = int(os.environ.get("BATCH", "4"))
 checkpointer = Checkpointer(
     trained | {"lr_scheduler": lr_scheduler},
     every_steps=int(os.environ["EVERY"]),
-    settings={"batch size": int(os.environ.get("BATCH", "4"))},
-    per_rank_state={"loss_sum": loss_sum},
+    settings={"batch size": batch_size, "data": Path("data"), "class weights": torch.ones(2)},
+    per_rank_state={"loss_sum": loss_sum, "losses": losses},
 )
 first_epoch, step = checkpointer.resume()
 for epoch in range(first_epoch, EPOCHS + 1):
@@ -123,6 +127,7 @@ for epoch in range(first_epoch, EPOCHS + 1):
                 disturb()
         optimizer.step()
         loss_sum += loss.detach()
+        losses.append(np.float64(loss.item()))
         step += 1
         if STEPS * (epoch - 1) + step == disturbed_in + 3:
             went_on.set()
@@ -130,7 +135,7 @@ for epoch in range(first_epoch, EPOCHS + 1):
             if world_size > 1:
                 dist.destroy_process_group()
             sys.exit()
-    print(f"rank {rank}, epoch {epoch}: {loss_sum.item().hex()}", flush=True)
+    print(f"rank {rank}, epoch {epoch}: {(loss_sum.item() + sum(losses)).hex()}", flush=True)
     lr_scheduler.step()
     loss_sum.zero_()
     step = 0
@@ -241,6 +246,185 @@ def test_a_loop_that_does_not_resume_is_told_in_its_first_step(forking: Forking,
     )
     told = forking.run(tmp_path / "own.py", env=ENVIRONMENT, cwd=tmp_path)
     assert told.returncode != 0 and "call resume()" in told.stderr
+
+
+CANNOT_BE_SAVED = """
+import argparse, pathlib, sys
+import torch
+from trainkit.training.checkpoint import Checkpointer
+
+class Tracker:
+    path = pathlib.Path("best.pt")
+    def state_dict(self):
+        return {"path": self.path}
+    def load_state_dict(self, state):
+        self.path = state["path"]
+
+options = argparse.Namespace(lr=0.1)
+parts, others = {
+    "part": ({"best_accuracy": 0.0}, {}),
+    "part of a rank": ({}, {"per_rank_state": {"best_accuracy": 0.0}}),
+    "setting": ({}, {"settings": {"options": options}}),
+    "state": ({"tracker": Tracker()}, {}),
+    "state of a rank": ({}, {"per_rank_state": {"tracker": Tracker()}}),
+}[sys.argv[1]]
+model = torch.nn.Linear(1, 1)
+checkpointer = Checkpointer({"model": model} | parts, **others)
+checkpointer.resume()
+print("the loop begins", flush=True)
+checkpointer.step(1, 1)
+print("the first step is done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "place", "printed"),
+    [
+        ("part", "best_accuracy is a float", ""),
+        ("part of a rank", "best_accuracy is a float", ""),
+        ("setting", "settings['options'] is a Namespace", ""),
+        # What an object saves is known only when it is asked.
+        ("state", "tracker['path'] is a PosixPath", "the loop begins\n"),
+        ("state of a rank", "tracker['path'] is a PosixPath", "the loop begins\n"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_before_anything_is_lost(
+    what: str, place: str, printed: str, forking: Forking, tmp_path: Path
+) -> None:
+    """And not at the first checkpoint, which may be the one at the time limit."""
+    (tmp_path / "own.py").write_text(CANNOT_BE_SAVED)
+    told = forking.run(tmp_path / "own.py", what, env=ENVIRONMENT, cwd=tmp_path)
+    assert told.returncode != 0 and told.stdout == printed
+    assert f"UserError: {place}" in told.stderr
+
+
+# What the two loops of YOUR_TRAINING.md need around them. Each loss of each rank is printed, and in one batch
+# the last rank gets a signal, which may be between two micro-batches.
+AROUND_THE_LOOP = """
+import os, random, signal
+from itertools import count, islice
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss as loss_function
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from trainkit.data.samplers import ResumableSampler
+from trainkit.signals import obey_the_trainer
+from trainkit.training import stop_signal
+from trainkit.training.checkpoint import Checkpointer
+
+stop_signal.SECONDS_BETWEEN_MEETINGS = 0  # the ranks ask each other in every step
+epochs, batch_size, accumulate = 3, 2, 3
+rank, world_size = 0, 1
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+class Samples:
+    def __len__(self):
+        return 26
+
+    def __getitem__(self, index):
+        noise = torch.rand(()) + random.random() + np.random.rand() if "noise" in os.environ["HOW"] else 0
+        return torch.full((4,), float(index)) + noise, torch.ones(1)
+
+batches = count(1)
+
+def loss_and_print(*given):
+    loss = loss_function(*given)
+    print(f"rank {rank}: {loss.item().hex()}", flush=True)
+    if next(batches) == int(os.environ["STOPPED_IN"]) and rank == world_size - 1:
+        os.kill(os.getpid(), signal.SIGUSR2)
+    return loss
+
+train_set = Samples()
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+if world_size > 1:
+    model = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+for seed in (torch.manual_seed, random.seed, np.random.seed):
+    seed(1 + rank)
+checkpointer = Checkpointer({"model": model, "optimizer": optimizer})
+first_epoch, step = checkpointer.resume()
+
+def main(step):
+    LOOP
+        step = 0
+        checkpointer.save(epoch + 1)
+
+main(step)
+if world_size > 1:
+    dist.destroy_process_group()
+"""
+TRAINING_STEP = """
+        optimizer.zero_grad()
+        loss = loss_function(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        step += 1
+        if checkpointer.step(epoch, step):
+            return
+"""
+# What the page says in words: for several ranks, for workers, and for the sampler that skips.
+ON_RANKS = {
+    "shuffle=True": "sampler=DistributedSampler(train_set)",
+    "manual_seed(epoch)": "manual_seed(epoch * world_size + rank); train_loader.sampler.set_epoch(epoch)",
+}
+WITH_WORKERS = {"generator=": "num_workers=2, worker_init_fn=obey_the_trainer, generator="}
+WITH_SAMPLER = {
+    "sampler=DistributedSampler": "sampler=ResumableSampler",
+    "set_epoch(epoch)": "set_epoch(epoch); train_loader.sampler.done = step * batch_size",
+    "islice(train_loader, step, None)": "train_loader",
+}
+
+
+def _loop_of_the_page(how: str, changes: dict[str, str]) -> str:
+    """A script with one of the loops of YOUR_TRAINING.md."""
+    page = (REPOSITORY / "YOUR_TRAINING.md").read_text()
+    loops = re.findall(r"```python\n(loader_seeds = .*?)```", page, re.DOTALL)
+    (loop,) = (loop for loop in loops if ("accumulate" in loop) == (how == "accumulation"))
+    loop = loop.replace("\n        ...  # the training step\n", TRAINING_STEP)
+    for before, after in changes.items():
+        assert before in loop
+        loop = loop.replace(before, after)
+    loop = loop.replace("loss_function(", "loss_and_print(")
+    return AROUND_THE_LOOP.replace("    LOOP\n", textwrap.indent(loop, "    "))
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "stopped_in", "changes"),
+    [
+        ("loop", None, 18, {}),
+        ("loop", 2, 10, ON_RANKS),
+        ("accumulation", None, 16, {}),
+        ("accumulation", 2, 7, ON_RANKS),
+        ("loop with noise", None, 18, WITH_WORKERS),
+        ("loop with noise", 2, 10, ON_RANKS | WITH_SAMPLER),
+    ],
+)
+def test_the_loops_of_the_page_are_exact_after_a_stop_within_an_epoch(
+    how: str, ranks: int | None, stopped_in: int, changes: dict[str, str], forking: Forking, tmp_path: Path
+) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(_loop_of_the_page(how.partition(" ")[0], changes))
+    env = ENVIRONMENT | {"HOW": how, "STOPPED_IN": "0"}
+    for folder in ("once", "again"):
+        (tmp_path / folder).mkdir()
+    once = succeeded(forking.run(script, ranks=ranks, env=env, cwd=tmp_path / "once"))
+    again = {"ranks": ranks, "env": env, "cwd": tmp_path / "again"}
+    signalled = {"env": env | {"STOPPED_IN": str(stopped_in)}}
+    stopped = succeeded(forking.run(script, **again | signalled))
+    assert re.search("stopped after step .* of epoch 2", stopped.stdout)
+    done = succeeded(forking.run(script, **again))
+    for rank in range(ranks or 1):
+        losses = [
+            re.findall(f"rank {rank}: (.*)", text) for text in (once.stdout, stopped.stdout + done.stdout)
+        ]
+        assert len(losses[0]) >= 18 and losses[0] == losses[1]
 
 
 WHOLE = [

@@ -320,7 +320,6 @@ def test_ranks_that_note_other_numbers_are_told(script: Script, tmp_path: Path) 
     assert "the ranks give run.log other names: give it the same on all of them." in told
 
 
-@pytest.mark.skipif(torch.__version__ < "2.6", reason="an older PyTorch cannot tell what it would not load")
 def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Script, tmp_path: Path) -> None:
     """A checkpoint refuses it, as it could not resume from it; what was trained is not lost for that."""
     own, extra = (
@@ -333,7 +332,7 @@ def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Scrip
     own.write_text(text)
     given = (own, *SMALL, "--results-dir", tmp_path)
     told = one_error(script(*given, "--checkpoint-dir", tmp_path / "checkpoints", ranks=1))
-    assert "tensors, numbers and texts can be saved, not all here (__main__.Extra): convert them" in told
+    assert "model['_extra_state'] is a Extra" in told
     succeeded(script(*given, "--save-model", ranks=1))
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".pt"]
 

@@ -17,9 +17,10 @@ import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -33,12 +34,14 @@ from trainkit.training.evaluation import diverged
 from trainkit.training.model import class_name, unwrapped
 from trainkit.training.rng_states import rng_states, seed_anew, set_rng_states
 from trainkit.training.state_file import (
+    check_parts,
     fitting,
     load_parts,
     load_verified,
     refuse_shards,
     save,
     states_of,
+    storable,
     write,
 )
 from trainkit.training.stop_signal import Agreement, StopSignal
@@ -95,7 +98,7 @@ class Checkpointer:
         epoch, step = checkpointer.resume()
         for epoch in range(epoch, epochs + 1):
             for batch in ...:  # without those of the first `step` steps
-                ...  # the training step
+                ...  # the training step, with optimizer.step()
                 step += 1
                 if checkpointer.step(epoch, step):
                     return  # a signal came, and all is saved: a job comes back by itself
@@ -107,16 +110,16 @@ class Checkpointer:
 
     Args:
         parts: what is saved, by name: anything with a state_dict and load_state_dict, such as the network
-            (wrapped or not), the optimizer, the lr_scheduler, a GradScaler, averaged weights; or a tensor
-            that the loop changes in place: of a name that it binds anew, the first object would be saved.
-            They are the same on all ranks, or rank 0's count. Of a network that is split over the ranks,
-            `Sharded(model, optimizer)` is one part in place of both.
+            (wrapped or not), the optimizer, the lr_scheduler, a GradScaler, averaged weights; or a tensor, a
+            list or a dictionary that the loop changes in place: of a name that it binds anew, the first
+            object would be saved. They are the same on all ranks, or rank 0's count. Of a network that is
+            split over the ranks, `Sharded(model, optimizer)` is one part in place of both.
         folder: by default `checkpoints` in the job's own folder; by hand in the one you are in. Split parts
             need a folder that all ranks share.
         every_steps, every_minutes: when `step` saves: whichever comes first.
         settings: what else makes another training, by name, such as {"batch size": 64}: a checkpoint that was
-            made with others is refused. The kinds of network, optimizer and lr_scheduler are compared anyway,
-            and the number of ranks.
+            made with others is refused. Paths count by their texts. The kinds of network, optimizer and
+            lr_scheduler are compared anyway, and the number of ranks.
         any_world_size: resume with any number of ranks. With a different number, each rank begins with new
             random numbers.
         per_rank_state: what differs by rank, by name, as `parts`: each rank gets its own back, and so does
@@ -124,7 +127,7 @@ class Checkpointer:
 
     Raises:
         UserError: if the folder cannot be written to, or another run saves there, or a part is split over the
-            ranks and not in `Sharded`.
+            ranks and not in `Sharded`, or something could not be saved, or not be loaded again.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class Checkpointer:
         # Without the wrappers, so that a script that wraps its network otherwise can load it.
         self._parts = {name: _unwrapped(part) for name, part in parts.items() if not _is_split(part)}
         self._per_rank_state = {name: _unwrapped(part) for name, part in (per_rank_state or {}).items()}
+        check_parts(self._parts | self._per_rank_state)
         check_whole(self._parts | self._per_rank_state, IF_SHARDED)
         check_equal(self._parts, IF_SHARDED)
         # Before anything is loaded, as the optimizer and the schedule are now as the script has made them.
@@ -156,6 +160,7 @@ class Checkpointer:
         self._agreement = Agreement(device)
         self._is_stopped = False
         self._has_resumed = False
+        self._has_tried = False
         self._progress = Progress()
         self._saved_at = time.monotonic()
         self._steps_since_save = 0
@@ -181,11 +186,13 @@ class Checkpointer:
     def step(self, epoch: int, step: int) -> bool:
         """Save if it is time to, or a signal asks to stop; return whether all ranks have to leave the loop.
 
-        Call it after every step of the optimizer, when `step` steps of `epoch` are done. If it is time to
-        leave, everything is saved, and a job goes back to the queue when the script ends.
+        Call it after each `optimizer.step()`, when `step` of them are done in `epoch` and everything that
+        changes with a step has changed. Gradients are not saved: with gradient accumulation, do not call it
+        between the micro-batches of a step. If it is time to leave, everything is saved, and a job goes back
+        to the queue when the script ends.
 
         Raises:
-            UserError: as `save`.
+            UserError: as `save`, and as `is_due`.
         """
         if self._is_stopped:
             return True
@@ -251,7 +258,18 @@ class Checkpointer:
         return self._stop_signal.was_sent
 
     def is_due(self) -> bool:
-        """Return whether `every_minutes` are over since the last one; False on all ranks but 0."""
+        """Return whether `every_minutes` are over since the last one; False on all ranks but 0.
+
+        All ranks call it at the first meeting, which is after the first step, and at later ones.
+
+        Raises:
+            UserError: at the first meeting, if something in `parts` or `per_rank_state` cannot be saved.
+        """
+        if not self._has_tried:
+            # The first save may be at the time limit. It would fail, and all work would be lost.
+            self._has_tried = True
+            process_group.on_rank_0(self._states)
+            states_of(self._per_rank_state)
         return process_group.is_rank_0() and time.monotonic() - self._saved_at > 60 * self._every_minutes
 
     def report_stop(self, resumes: str = "the next start") -> str:
@@ -325,13 +343,18 @@ class Checkpointer:
         checkpoint = Checkpoint(
             epoch=self._progress.epoch,
             step=self._progress.step,
-            parts=states_of(self._parts),
+            parts=self._states(),
             per_rank_state=per_rank_state,
             rng_states=states_of_ranks,
             settings=self._settings,
         )
-        refuse_shards(checkpoint.parts)
         save("the checkpoint", vars(checkpoint), path, IF_NOT_WRITTEN)
+
+    def _states(self) -> dict[str, object]:
+        """Return the state of each part, on rank 0."""
+        states = states_of(self._parts)
+        refuse_shards(states)
+        return states
 
     def _complete(self, written: list[Future], unfinished: Path, path: Path) -> str:
         """Wait for the files of all ranks; then have the checkpoint count, or remove what there is of it.
@@ -493,7 +516,7 @@ class Checkpointer:
 
     def _describe_training(self, settings: dict[str, object], any_world_size: bool) -> dict[str, object]:
         """Return what makes another training, by words for a sentence."""
-        described = dict(settings)
+        described = {name: storable(_plain(value), f"settings[{name!r}]") for name, value in settings.items()}
         if not any_world_size:
             described["ranks"] = process_group.count()
         for name, part in self._parts.items():
@@ -515,6 +538,19 @@ def _is_split(part: object) -> bool:
 
 def _unwrapped(part: object) -> object:
     return unwrapped(part) if isinstance(part, nn.Module) else part
+
+
+def _plain(setting: object) -> object:
+    """Return a setting, which is only compared, with paths as texts, and with arrays and tensors as lists."""
+    if isinstance(setting, PurePath):
+        return str(setting)
+    if isinstance(setting, (np.ndarray, torch.Tensor)):
+        return setting.tolist()
+    if type(setting) in (list, tuple):
+        return type(setting)(map(_plain, setting))
+    if type(setting) is dict:
+        return {name: _plain(value) for name, value in setting.items()}
+    return setting
 
 
 def _device_of(parts: dict[str, object]) -> torch.device:

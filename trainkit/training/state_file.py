@@ -4,19 +4,27 @@ A state is a dictionary of state_dicts and numbers, as torch.save writes it. The
 at the end of a run are such files.
 """
 
+import copy
+import io
 import pickle
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import torch
 
 from trainkit.errors import UserError, first_line, lost_peers, reason
 from trainkit.files import replacing
 from trainkit.training.optim import KERNELS
 from trainkit.training.weights import IF_SHARDED, inner_optimizer, is_sharded
+
+PLAIN = (type(None), bool, int, float, str, bytes)
+DICTIONARIES = (dict, OrderedDict, Counter)  # those that torch.load makes again
 
 
 def save(what: str, state: dict[str, object], path: Path, advice: str, check: bool = True) -> None:
@@ -116,11 +124,89 @@ def fitting(path: Path, advice: str) -> Iterator[None]:
         raise UserError(f"{path} does not fit this training ({first_line(error)}): {advice}") from None
 
 
+def check_parts(parts: dict[str, object]) -> None:
+    """Check that `states_of` can save what each of `parts` will be, and `load_parts` can restore it.
+
+    What an object saves is known only when it is asked for its state.
+
+    Raises:
+        UserError: "<name> is a <type>, ...".
+    """
+    for name, part in parts.items():
+        if isinstance(part, (list, dict)):
+            storable(_state_of(part), name)
+        # A number cannot change: each save would write the first one, in silence.
+        elif not isinstance(part, torch.Tensor) and not _has_state(part):
+            raise UserError(
+                f"{name} is a {type(part).__name__}, and its later values could not be saved: keep it in a "
+                "dictionary, a list or a tensor that the loop changes in place, or give it state_dict and "
+                "load_state_dict."
+            )
+
+
 def states_of(parts: dict[str, object]) -> dict[str, object]:
-    """Return the state_dict of each of `parts`; of a tensor, the tensor."""
-    return {
-        name: part if isinstance(part, torch.Tensor) else part.state_dict() for name, part in parts.items()
-    }
+    """Return the state_dict of each of `parts`; of a tensor, a list or a dictionary, what is in it.
+
+    Raises:
+        UserError: as `storable`.
+    """
+    return {name: storable(_state_of(part), name) for name, part in parts.items()}
+
+
+def _has_state(part: object) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def _state_of(part: object) -> object:
+    if hasattr(part, "state_dict"):
+        return part.state_dict()
+    if isinstance(part, dict):  # of any class: `load_parts` fills the one that is there
+        return dict(part)
+    return list(part) if isinstance(part, list) else part
+
+
+def storable(value: object, place: str) -> object:
+    """Return `value` as a file can hold it: NumPy's numbers as Python's, and all else as it is.
+
+    A learning rate from `np.cos` in a LambdaLR is such a number. Files keep no others, as any class in a file
+    can run a program.
+
+    Args:
+        place: where it is, for the error: "settings['data']".
+
+    Raises:
+        UserError: "<place> is a <type>, ...", if it could not be loaded again.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, torch.Tensor) or type(value) in PLAIN:
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(storable(inner, f"{place}[{number}]") for number, inner in enumerate(value))
+    if type(value) in DICTIONARIES:
+        stored = copy.copy(value)  # with the _metadata of a network
+        for key, inner in value.items():
+            _check_loads_again(key, f"the key {key!r} of {place}")
+            stored[key] = storable(inner, f"{place}[{key!r}]")
+        return stored
+    _check_loads_again(value, place)
+    return value
+
+
+def _check_loads_again(value: object, place: str) -> None:
+    if type(value) in PLAIN:
+        return
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception:  # pickle raises many kinds
+        raise UserError(
+            f"{place} is a {type(value).__name__}, and only tensors, numbers and texts can be saved, and "
+            "lists and dictionaries of them: convert it (a path by str, a Namespace by vars, an array by "
+            "torch.from_numpy)."
+        ) from None
 
 
 @torch.no_grad()
@@ -139,12 +225,30 @@ def load_parts(parts: dict[str, object], state: dict[str, object]) -> None:
     for name, part in parts.items():
         if isinstance(part, torch.optim.Optimizer):
             _load_optimizer(part, state[name])
-        elif isinstance(part, torch.Tensor):
-            if part.shape != state[name].shape:
-                raise ValueError(f"{name} has a different shape")
-            part.copy_(state[name])
-        else:
+        elif _has_state(part):
             part.load_state_dict(state[name])
+        elif isinstance(part, torch.Tensor) and part.shape != state[name].shape:
+            raise ValueError(f"{name} has a different shape")
+        else:
+            _restored(part, state[name])
+
+
+def _restored(current: object, saved: object) -> object:
+    """Return `saved`, in the tensors, lists and dictionaries of `current` as far as it has them.
+
+    So the loop sees it in its own objects, and a tensor stays on its device. Others are on the CPU.
+    """
+    if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return current.copy_(saved) if current.shape == saved.shape else saved.to(current.device)
+    if isinstance(current, list) and isinstance(saved, list):
+        current[:] = [_restored(*pair) for pair in zip_longest(current[: len(saved)], saved)]
+        return current
+    if isinstance(current, dict) and isinstance(saved, dict):
+        restored = {key: _restored(current.get(key), value) for key, value in saved.items()}
+        current.clear()
+        current.update(restored)
+        return current
+    return saved
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, object]) -> None:

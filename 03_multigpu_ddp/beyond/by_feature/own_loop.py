@@ -87,7 +87,7 @@ def main() -> None:
     for epoch in range(first_epoch, args.epochs + 1):
         sampler.set_epoch(epoch)  # a new order in every epoch
         sampler.done = step * args.batch_size
-        worker_seeds.manual_seed(epoch)
+        worker_seeds.manual_seed(epoch * dist.get_world_size() + dist.get_rank())
         for images, labels in train_loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))
