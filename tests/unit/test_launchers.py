@@ -113,25 +113,24 @@ def test_three_ranks_on_two_nodes(what: str, only: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("tasks_per_node", "node_number", "ranks_here"),
     [
-        ("3,1", "0", 3),
-        ("3,1", "1", 1),
-        ("2(x2)", "1", 2),
-        ("3,1", "2", 2),  # of a node that the step does not have
-        ("3,1", "", 2),
-        ("1(x2)", "1", 2),  # a task on each node has started the ranks there
+        ("3(x2),1(x2)", "1", 3),
+        ("3(x2),1(x2)", "2", 1),
+        ("3(x2),1(x2)", "4", 2),  # of a node that the step does not have
+        ("3(x2),1(x2)", "", 2),
+        ("1(x4)", "1", 2),  # a task on each node has started the ranks there
         ("", "1", 2),
     ],
 )
-def test_how_many_of_four_ranks_on_two_nodes_are_here(
+def test_how_many_of_eight_ranks_on_four_nodes_are_here(
     tasks_per_node: str, node_number: str, ranks_here: int
 ) -> None:
     """By the srun step that they are in, if it has as many tasks, or else as many on each node."""
     environ = {
         "RANK": "3",
         "LOCAL_RANK": "0",
-        "WORLD_SIZE": "4",
+        "WORLD_SIZE": "8",
         "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_NODES": "4",
         "SLURM_STEP_TASKS_PER_NODE": tasks_per_node,
         "SLURM_NODEID": node_number,
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from sampled_jobs import (
     MakeJob,
+    Row,
     change,
     has_asked,
     with_cells,
@@ -76,6 +77,27 @@ def test_the_cores_of_a_task_are_those_of_all_its_processes(
     change(folder, with_cells({"cores": of_the_node}, samples.NODE))
     (request,) = requests_of(SampledJob.read(folder))
     assert request.option == CORES and request.used == pytest.approx(used)
+
+
+def test_the_highest_moment_counts(make_job: MakeJob) -> None:
+    """Of one rank, and of one node: the others use less."""
+    folder = make_job([LOADING] * 2, nodes=2)
+    has_asked(folder, "8 2 61440 1")
+    peaks = {samples.RANK: {"cores": "4", "loader_cores": "3"}, samples.NODE: {"memory_mb": "20000"}}
+    seen = set()
+
+    def only_once(row: Row) -> Row:
+        kind = row["what"]
+        if kind not in peaks or kind in seen:
+            return row
+        seen.add(kind)
+        return row | peaks[kind]
+
+    change(folder, only_once)
+    requests = requests_of(SampledJob.read(folder))
+    assert {request.option: request.used for request in requests} == pytest.approx(
+        {MEMORY: 20000e6 / 2**30, CORES: 7}
+    )
 
 
 @pytest.mark.parametrize("ended", ["137", "1", ""])
