@@ -11,7 +11,10 @@ from cluster import RunningCluster
 
 @pytest.mark.parametrize("launcher", SCRIPTS)
 def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checkout) -> None:
-    """Read, and run twice by bash on the first node of two, with an srun that starts nothing."""
+    """Read, and run twice by bash on the first node of two, with an srun that starts nothing.
+
+    The shell that has sent the job knows another place to meet, of a training of its own.
+    """
     script = checkout.folder / SCRIPTS[launcher]
     asked = re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE)
     assert {"--signal=USR2@60", "--requeue", "--open-mode=append"} <= set(asked)
@@ -30,6 +33,7 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
             "bash", script, cwd=script.parent, PATH=f"{checkout.commands}:{os.environ['PATH']}",
             SLURM_SUBMIT_DIR=str(script.parent), SLURM_JOB_ID=job, SLURM_JOB_NODELIST="n[1-2]",
             SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="3", SLURM_GPUS_ON_NODE="2", SITE_PORTS=ports,
+            MASTER_ADDR="127.0.0.3", MASTER_PORT="29500",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         told.append((script.parent / "told").read_text().splitlines())

@@ -12,9 +12,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from checkout import Checkout
+from checkout import Checkout, plant
 from conftest import (
     STAGES,
+    STOPS,
     WITHOUT_DROPOUT,
     Script,
     assert_same_end,
@@ -121,6 +122,60 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(
     assert "resumed from" in finish(tmp_path, *arguments)
     check_one_run(tmp_path)
     assert_same_end(tmp_path, never_stopped(*arguments), weight=1e-6)
+
+
+# A clock that moves only here. On rank 0 a batch takes 2 s, a step 1 s, and a checkpoint, after every step,
+# 1,000 s. Rank 1 takes twice as long for each batch and step.
+COUNTED = """
+from trainkit.data.loaders import ResidentBatches
+from trainkit.training import clock, run, stop_signal
+from trainkit.training.checkpoint import Checkpointer
+
+now = 0.0
+slowness = 1 + faults.rank()
+batches_of, save = ResidentBatches.__iter__, Checkpointer.save
+
+
+def passes(seconds):
+    nonlocal now
+    now += seconds
+
+
+def slowly(self):
+    for batch in batches_of(self):
+        passes(2 * slowness)
+        yield batch
+
+
+def save_slowly(self, *place):
+    passes(1000)
+    save(self, *place)
+
+
+ResidentBatches.__iter__, Checkpointer.save = slowly, save_slowly
+clock.time = type(sys)("time")
+clock.time.perf_counter = run.perf_counter = lambda: now
+faults.before_every_backward(lambda: passes(slowness))
+stop_signal.SECONDS_BETWEEN_MEETINGS = 0
+"""
+
+
+def test_the_seconds_of_an_epoch_are_without_its_checkpoints(tmp_path: Path, script: Script) -> None:
+    """Also of an epoch that two processes have made, each a part of it."""
+    counted = Path(shutil.copy(STAGES["ddp"], tmp_path / "counted.py"))
+    plant(counted, COUNTED)
+    steps = 4
+    few = ("--epochs", 2, "--width", 4, "--precision", "fp32", "--test-size", 60, "--batch-size", 60)
+    few += ("--train-size", 60 * steps, "--checkpoint-minutes", 1e-6, *places(tmp_path))
+    stopped = succeeded(script(*STOPS, 3, counted, *few, ranks=2))
+    assert "stopped after step 3 of epoch 1" in stopped.stdout
+    succeeded(script(counted, *few, ranks=2))
+    rows = rows_of(tmp_path)
+    assert [row["train_seconds"] for row in rows] == [steps * 6] * 2
+    assert [row["images_per_s"] for row in rows] == [60 / 6] * 2
+    (path,) = (tmp_path / "runs").glob("*.csv")
+    waited = [(row["epoch"], row["rank"], row["data_seconds"]) for row in records.read_ranks(path)]
+    assert waited == [(1, 0, steps * 2), (1, 1, steps * 4), (2, 0, steps * 2), (2, 1, steps * 4)]
 
 
 KILLED_BEFORE_A_CHECKPOINT = """

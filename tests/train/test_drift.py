@@ -7,8 +7,8 @@ from checkout import plant
 from conftest import ENVIRONMENT, STAGES, Script, failed, succeeded
 from forking import Forking
 
-# `wrapped`, `differ`, `thaw` and `diverge` are words of the command line. A schedule that each of N ranks
-# steps N times, as Accelerate's does.
+# `wrapped`, `expert`, `differ`, `thaw` and `diverge` are words of the command line. A schedule that each of
+# N ranks steps N times, as Accelerate's does.
 ON_RANKS = """
 import sys, torch, torch.distributed as dist
 from trainkit.training.recorder import Recorder
@@ -16,6 +16,9 @@ dist.init_process_group("gloo")
 torch.manual_seed(1)
 model = torch.nn.Linear(4, 2)
 model.weight.requires_grad_("thaw" not in sys.argv)
+if "expert" in sys.argv:
+    ignored = ["weight"]
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 torch.manual_seed(dist.get_rank())
 network = torch.nn.parallel.DistributedDataParallel(model) if "wrapped" in sys.argv else model
 optimizer = torch.optim.SGD(model.parameters(), lr=1e20 if "diverge" in sys.argv else 0.1)
@@ -54,8 +57,9 @@ def test_a_recorder_tells_ranks_that_train_alone(forking: Forking, tmp_path: Pat
     assert alone.returncode == 1
     assert "UserError: each of the 2 ranks has trained a Linear of its own" in alone.stderr
     assert not list((tmp_path / "runs").glob("*.csv"))
-    # Also of weights that are trained from some step on, and of those that become NaN on all ranks.
-    for ways in (["differ"], ["wrapped"], ["wrapped", "thaw"], ["wrapped", "diverge"]):
+    # Also of weights that are trained from some step on, of those that become NaN on all ranks, and of those
+    # that each rank has for itself beside the others.
+    for ways in (["differ"], ["wrapped"], *(["wrapped", way] for way in ("thaw", "diverge", "expert"))):
         succeeded(forking.run(tmp_path / "ranks.py", *ways, ranks=2, env=env))
 
 

@@ -47,8 +47,9 @@ def test_what_slurm_says(release: str) -> None:
 
 
 def test_a_users_words_are_not_slurms() -> None:
-    line = "JobId=7 Reason=None PreemptTime=None SubmitLine=sbatch --comment=Reason=TimeLimit"
-    assert SlurmFacts.parse(line) == SlurmFacts()
+    words = "Reason=TimeLimit PreemptTime=2026-11-26T17:48:21 Restarts=3"
+    line = f"JobId=7 Reason=None Restarts=0 PreemptTime=None Command=/home/me/job.sh {words} WorkDir=/home/me"
+    assert SlurmFacts.parse(line) == SlurmFacts(restarts=0)
 
 
 @pytest.mark.parametrize(

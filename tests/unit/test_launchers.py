@@ -1,8 +1,10 @@
 """What each launcher tells a process. train/test_mpirun.py and the tests of jobs start real ones."""
 
 import os
+import sys
 
 import pytest
+from conftest import ran
 
 from trainkit.distributed import launchers
 from trainkit.distributed.launchers import DistEnv
@@ -108,6 +110,33 @@ def test_three_ranks_on_two_nodes(what: str, only: pytest.MonkeyPatch) -> None:
     assert launchers.rank_of() == "2"
 
 
+@pytest.mark.parametrize(
+    ("tasks_per_node", "node_number", "ranks_here"),
+    [
+        ("3(x2),1(x2)", "1", 3),
+        ("3(x2),1(x2)", "2", 1),
+        ("3(x2),1(x2)", "4", 2),  # of a node that the step does not have
+        ("3(x2),1(x2)", "", 2),
+        ("1(x4)", "1", 2),  # a task on each node has started the ranks there
+        ("", "1", 2),
+    ],
+)
+def test_how_many_of_eight_ranks_on_four_nodes_are_here(
+    tasks_per_node: str, node_number: str, ranks_here: int
+) -> None:
+    """By the srun step that they are in, if it has as many tasks, or else as many on each node."""
+    environ = {
+        "RANK": "3",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "8",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "4",
+        "SLURM_STEP_TASKS_PER_NODE": tasks_per_node,
+        "SLURM_NODEID": node_number,
+    }
+    assert launchers.launcher_of(environ).local_world_size() == ranks_here
+
+
 @pytest.mark.parametrize("what", UNEVEN)
 def test_ranks_that_do_not_know_where_to_meet(what: str, only: pytest.MonkeyPatch) -> None:
     for name, value in UNEVEN[what].items():
@@ -134,6 +163,15 @@ def test_two_mpiruns_have_a_port_each_and_leave_one_that_was_chosen(only: pytest
     assert address == ("localhost", str(launchers.PORTS[os.getppid() % len(launchers.PORTS)]))
     chosen = launchers.launcher_of(environ | {"MASTER_PORT": "12345"}).main_address()
     assert chosen == ("localhost", "12345")
+
+
+def test_a_script_between_mpirun_and_the_ranks_leaves_them_their_port(only: pytest.MonkeyPatch) -> None:
+    """Each rank has a script of its own, and all have to meet at one port: here that of pytest."""
+    of_hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    program = "from trainkit.distributed import launchers; print(launchers.launcher_of().main_address().port)"
+    script = f'"{sys.executable}" -c "{program}"; exit'  # bash would become the last command of a script
+    done = ran("bash", "-c", script, env={**os.environ, **of_hydra})
+    assert done.stdout.strip() == str(launchers.PORTS[os.getpid() % len(launchers.PORTS)]), done.stderr
 
 
 def test_a_variable_that_is_missing_is_named(only: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def folder(tmp_path: Path) -> Path:
         (replace(FAILED, why=[], exit_code=143), JobStatus("CANCELLED"), "failed", "cancelled"),
         (replace(FAILED, why=[], exit_code=143), None, "failed", "exit code 143"),
         (SAVED, JobStatus("COMPLETED"), "stopped", "/jobs/7/checkpoints"),
+        (replace(FAILED, saved=SAVED.saved), JobStatus("FAILED"), "failed", "rank 1 on n1 was killed"),
         (replace(SAVED, requeued=True), JobStatus("PENDING", "BeginTime", 1), "queued", "BeginTime"),
         (None, JobStatus("RUNNING", "None", 1), "running", ""),
         (None, JobStatus("TIMEOUT", "TimeLimit", 1), "failed", "time limit"),
@@ -74,6 +75,25 @@ def test_the_time_of_a_job_is_that_of_all_its_starts(folder: Path) -> None:
         job_folder.keep_outcome(folder, replace(WELL, seconds=seconds))
     job_folder.keep_outcome(folder, replace(WELL, seconds=0, restart=2))
     assert listing.of_folder("7", folder, job_folder.read_outcome(folder), None).seconds == 150
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "restarts"),
+    [
+        (None, JobStatus("RUNNING", restarts=2), 2),
+        # Its outcome is that of the start before.
+        (replace(SAVED, requeued=True, restart=0), JobStatus("PENDING", restarts=1), 1),
+        (replace(FAILED, restart=2), JobStatus("FAILED", restarts=2), 2),
+        # Slurm has forgotten it, or was not asked.
+        (replace(FAILED, restart=2), JobStatus("GONE"), 2),
+        (replace(WELL, restart=2), None, 2),
+        (None, None, 0),
+    ],
+)
+def test_how_often_a_job_has_come_back(
+    outcome: Outcome | None, status: JobStatus | None, restarts: int, folder: Path
+) -> None:
+    assert listing.of_folder("7", folder, outcome, status).cells()[4] == str(restarts)
 
 
 def test_without_findings_it_is_the_first_line_of_the_verdict(folder: Path) -> None:

@@ -125,6 +125,28 @@ def test_a_rank_that_does_nothing(
     assert issue.locations == [RankId("n1", int(number)) for number in numbers]
 
 
+def test_a_pause_loses_no_more_than_all_of_the_time(make_job: MakeJob) -> None:
+    """A rank that comes when the file system, and with it the samples, begin to hang: most are of before."""
+    folder = make_job([FULL], record=False)
+    change(folder, without(samples.GPU))
+
+    def hang(row: Row) -> Row | None:
+        second = float(row["time"]) - traces.BEGAN_AT_SECONDS
+        if second < 30:
+            return row if row["what"] == samples.NODE else None
+        return row | {
+            "time": str(traces.BEGAN_AT_SECONDS + 30 + 20 * (second - 30)),
+            "name": "D",
+            "cores": "0",
+        }
+
+    change(folder, hang)
+    verdict = judge(folder)
+    (issue,) = verdict.findings
+    assert issue.kind == "stalled_rank" and issue.evidence.seconds > verdict.seconds
+    assert issue.lost_share == 1
+
+
 def test_processes_that_the_script_starts_itself(make_job: MakeJob) -> None:
     """They are counted, and of the rank that waits for them nothing is said."""
     folder = make_job([FULL], record=False)

@@ -102,6 +102,31 @@ def test_a_start_that_resumes_has_a_record_of_its_own(saved: Path, tmp_path: Pat
     assert rows.empty and own.stem in skipped
 
 
+def test_an_optimizer_that_was_loaded_before_has_the_rate_that_it_began_with(tmp_path: Path) -> None:
+    """Whatever the script says now, its rate is that of the checkpoint, and so is what has changed it."""
+    told = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": tmp_path}
+    for lr, decay in ((0.1, 0.5), (0.2, 0.9)):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        if (tmp_path / "optimizer.pt").exists():
+            optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+        # The kit sees it first when it has made steps.
+        lr_scheduler = SimpleNamespace(state_dict=lambda decay=decay: {"decay": decay})
+        run = Recorder("own", model, optimizer, lr_scheduler=lr_scheduler, **told)
+        if (tmp_path / "saved.pt").exists():
+            load(tmp_path / "saved.pt", {"recorder": run})
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        run.epoch(4, 1.0, 0.5)
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        save(tmp_path / "saved.pt", {"recorder": run})
+    (rows,) = records.read_runs((tmp_path / "runs").glob("*.csv")).values()
+    assert [(row["epoch"], row["lr"], row["schedule"]) for row in rows] == [
+        (1, 0.1, "SimpleNamespace decay=0.5"),
+        (2, 0.1, "SimpleNamespace decay=0.5"),
+    ]
+
+
 def test_a_training_has_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the screen, and in the record's metrics; also of a start that resumes."""
     for first_epoch in (1, 2):

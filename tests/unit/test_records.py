@@ -159,6 +159,29 @@ def test_a_start_that_saved_before_its_first_row_is_not_a_run_of_its_own(tmp_pat
     assert [(row["start"], row["epoch"]) for row in run] == [(second.facts["run_id"], 1)]
 
 
+def test_what_a_start_that_resumes_records_as_the_first(tmp_path: Path) -> None:
+    """An optimizer has its constants from the checkpoint, whatever the script says now."""
+    (row, *_) = records.read(SAMPLE)
+    facts = {name: row[name] for name in row if name not in ("run_id", "started_at", "ended")}
+    trains_so = {"precision": "tf32", "optimizer": "SGD momentum=0.9", "lr": 0.1, "schedule": "StepLR"}
+    first = records.RecordWriter(tmp_path, facts | trains_so | {"world_size": 2})
+    now = {"precision": "fp32", "optimizer": "Adam", "lr": 0.5, "schedule": "", "world_size": 4}
+    second = records.RecordWriter(tmp_path, facts | now)
+    second.load_state_dict(first.state_dict())
+    second.add({"epoch": 1})
+    (row,) = records.read(second.path)
+    assert {name: row[name] for name in trains_so} == trains_so
+    assert row["world_size"] == 4
+
+
+def test_a_number_is_recorded_with_six_digits(tmp_path: Path) -> None:
+    (facts, *_) = records.read(SAMPLE)
+    writer = records.RecordWriter(tmp_path, facts | {"lr": 0.01 * 2**0.5})
+    writer.add({"epoch": 1, "images_per_s": 1234567.89, "train_loss": 0.123456789})
+    (row,) = csv.DictReader(writer.path.open())
+    assert (row["lr"], row["images_per_s"], row["train_loss"]) == ("0.0141421", "1.23457e+06", "0.123457")
+
+
 def test_starts_that_never_had_a_row_keep_the_others_together(tmp_path: Path) -> None:
     """After a, the start x saved within epoch 3 twice; b, which resumed from x, did not save any more."""
     write_start(tmp_path, "a", range(1, 3))

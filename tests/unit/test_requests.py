@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from sampled_jobs import (
     MakeJob,
+    Row,
     change,
     has_asked,
     with_cells,
@@ -17,7 +18,8 @@ from traces import (
     Gpu,
 )
 
-from trainkit.monitor.requests import CORES, MEMORY
+from trainkit.monitor.requests import CORES, MEMORY, requests_of
+from trainkit.monitor.sampled_job import SampledJob
 from trainkit.monitor.verdict import judge
 from trainkit.record import samples
 
@@ -53,6 +55,49 @@ def test_the_next_request_is_the_peak_and_a_margin(
     assert {request.option: request.enough for request in requests} == enough
     used = {MEMORY: 7.7, CORES: 2.98}
     assert all(request.used == pytest.approx(used[request.option], abs=0.05) for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("of_a_rank", "of_the_node", "used"),
+    [
+        ({"cores": "1", "loader_cores": "2", "other_cores": "1.5"}, "4", 4.5),
+        ({"cores": "1", "loader_cores": "2", "other_cores": ""}, "4", 3),
+        ({"cores": "1", "loader_cores": "", "other_cores": "1.5"}, "4", 2.5),
+        ({"cores": "1", "loader_cores": "", "other_cores": ""}, "4", 2),
+        ({"cores": "1", "loader_cores": "", "other_cores": ""}, "", 1),
+    ],
+)
+def test_the_cores_of_a_task_are_those_of_all_its_processes(
+    make_job: MakeJob, of_a_rank: dict[str, str], of_the_node: str, used: float
+) -> None:
+    """The rank, its loader workers, and what its script has started; or its part of those of the node."""
+    folder = make_job([LOADING] * 2)
+    has_asked(folder, "8 2 0 1")
+    change(folder, with_cells(of_a_rank, samples.RANK))
+    change(folder, with_cells({"cores": of_the_node}, samples.NODE))
+    (request,) = requests_of(SampledJob.read(folder))
+    assert request.option == CORES and request.used == pytest.approx(used)
+
+
+def test_the_highest_moment_counts(make_job: MakeJob) -> None:
+    """Of one rank, and of one node: the others use less."""
+    folder = make_job([LOADING] * 2, nodes=2)
+    has_asked(folder, "8 2 61440 1")
+    peaks = {samples.RANK: {"cores": "4", "loader_cores": "3"}, samples.NODE: {"memory_mb": "20000"}}
+    seen = set()
+
+    def only_once(row: Row) -> Row:
+        kind = row["what"]
+        if kind not in peaks or kind in seen:
+            return row
+        seen.add(kind)
+        return row | peaks[kind]
+
+    change(folder, only_once)
+    requests = requests_of(SampledJob.read(folder))
+    assert {request.option: request.used for request in requests} == pytest.approx(
+        {MEMORY: 20000e6 / 2**30, CORES: 7}
+    )
 
 
 @pytest.mark.parametrize("ended", ["137", "1", ""])

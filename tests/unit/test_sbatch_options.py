@@ -47,6 +47,9 @@ def test_the_usual_words_are_those_of_the_job_scripts() -> None:
         (TWO_NODES, {"SITE_GPUS": "--gpus-per-task=%d --gres-flags=enforce-binding",
                      "SITE_MEM": "--mem-per-cpu=%dG"},
          "--gpus-per-task=1 --gres-flags=enforce-binding --cpus-per-task=2 --mem-per-cpu=4G"),
+        # 16 GB over 6 cores: with 2 GB for each of them it would have 12.
+        (resources(STAGES["ddp"], 2, cpus_per_gpu=3), {"SITE_MEM": "--mem-per-cpu=%dG"},
+         "--gpus-per-node=2 --cpus-per-task=3 --mem-per-cpu=3G"),
         (ALL_OF_A_NODE, {"SITE_GPUS": "--gpus-per-task=%d", "SITE_MEM": "--mem-per-cpu=3900M"},
          "--gpus-per-task=2 --cpus-per-task=4 --mem-per-cpu=3900M"),
         # GPUs that Slurm does not know come with the node.
