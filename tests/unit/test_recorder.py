@@ -6,6 +6,7 @@ would stay in this process. train/test_plain.py has trainings of two ranks with 
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest

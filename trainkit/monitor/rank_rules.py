@@ -75,8 +75,8 @@ def find_paused_ranks(job: SampledJob) -> Issue | None:
             paused = of_this_cause
             break
     longest = max(seconds[rank] for rank in paused)
-    # Samples that come late, as on a file system that hangs, may count as the time of a rank without others, and
-    # as gaps in that of its node.
+    # Samples that come late, as on a file system that hangs, may count as the time of a rank without others,
+    # and as gaps in that of its node.
     return Issue(
         PausedRanks(seconds=longest, cause=cause),
         locations=paused,
