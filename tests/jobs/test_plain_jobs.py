@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -156,35 +157,37 @@ def test_a_script_without_a_handler_that_resumes_by_its_arguments_is_preempted(
 
 # What handlers see and get; `told` has the numbers of the signals that they were called with.
 STATES = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 from signal import SIG_DFL, SIGUSR1, SIGUSR2
 
 told = []
+rank = os.getpid()
 def hear(number, frame):
+    if os.getpid() != rank:
+        os._exit(3)
     told.append(number)
-def send():
-    os.kill(os.getpid(), SIGUSR2)
+def send(expected):
+    told.clear()
+    os.kill(os.getppid(), SIGUSR2)  # to the process that Slurm has started
+    until = time.monotonic() + 60
+    while not told and time.monotonic() < until:
+        time.sleep(0.01)
+    assert told == [expected], told
 
 assert signal.getsignal(SIGUSR2) == SIG_DFL
-send()
-subprocess.run([sys.executable, "-c", f"import os; os.kill(os.getpid(), {SIGUSR2})"], check=True)
+os.kill(rank, SIGUSR2)
 signal.signal(SIGUSR1, hear)
-assert signal.getsignal(SIGUSR2) == SIG_DFL
-send()
-assert told == [SIGUSR1], told
-if not os.fork():
-    send()
-    os._exit(len(told) - 1)
-assert os.wait()[1] == 0, "a loader's worker has done what its rank should do"
+subprocess.run([sys.executable, "-c", f"import os; os.kill(os.getpid(), {SIGUSR2})"], check=True)
+worker = os.fork()
+if not worker:
+    time.sleep(600)
+send(SIGUSR1)
+send(SIGUSR1)  # by now the worker would have had the first
+assert os.waitpid(worker, os.WNOHANG) == (0, 0), "a loader's worker has done what its rank should do"
 assert signal.signal(SIGUSR2, hear) == SIG_DFL
-send()
-assert told == [SIGUSR1, SIGUSR2], told
+send(SIGUSR2)
 assert signal.signal(SIGUSR2, SIG_DFL) == hear  # as Lightning does at the end of a fit
-send()
-assert told == [SIGUSR1, SIGUSR2, SIGUSR1], told
-signal.signal(SIGUSR1, SIG_DFL)
-send()
-assert len(told) == 3
+send(SIGUSR1)
 print(*sys.argv, __name__, os.path.basename(__file__), flush=True)
 """
 
@@ -195,6 +198,93 @@ def test_usr2_reaches_who_installs_a_handler_and_ends_nobody(tmp_path: Path) -> 
     script.write_text(STATES)
     done = succeeded(ran(sys.executable, "-m", "trainkit.jobs.plain", "--plain", script, "an", "argument"))
     assert done.stdout == f"{script} an argument __main__ states.py\n"
+
+
+# Each says when it waits for USR1, and when it has come (in a handler `print` may interrupt a `print`).
+WAITS = """
+import os, signal, time
+assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+signal.signal(signal.SIGUSR1, lambda number, _: (os.write(1, b"heard %d\\n" % number), os._exit(0)))
+os.write(1, b"waits\\n")
+time.sleep(60)
+"""
+# With the trap Bash catches USR1, too, and would end by it.
+WAITS_IN_A_SHELL = f"""#!/bin/bash
+trap 'echo ends' EXIT
+python -c '{WAITS}'
+echo goes on
+"""
+WAITS_IN_ASYNCIO = """
+import asyncio, signal
+async def main():
+    heard = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, heard.set)
+    print("waits", flush=True)
+    await asyncio.wait_for(heard.wait(), 60)
+    print("heard 10")
+asyncio.run(main())
+"""
+WAITS_IN_A_CHILD = f"""
+import multiprocessing
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    child = spawn.Process(target=exec, args=({WAITS!r}, {{}}))
+    child.start()
+    child.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [(WAITS_IN_A_SHELL, "goes on\nends\n"), (WAITS_IN_ASYNCIO, ""), (WAITS_IN_A_CHILD, "")],
+    ids=["shell", "asyncio", "child"],
+)
+def test_usr2_comes_as_usr1_to_the_process_that_waits_for_it(script: str, said: str, tmp_path: Path) -> None:
+    """Whoever has started it, and to no other."""
+    path = tmp_path / "program"
+    path.write_text(script)
+    path.chmod(0o755)
+    if not script.startswith("#!"):
+        path = path.rename(tmp_path / "program.py")
+    command = [sys.executable, "-m", "trainkit.jobs.plain", "--plain", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as process:
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGUSR2)
+        assert process.stdout.read() == f"heard 10\n{said}"
+    assert process.returncode == 0
+
+
+# Its Python saves once Bash is gone.
+SAVES_AFTER_ITS_SHELL = """#!/bin/bash
+python -c '
+import os, signal, time
+shell = os.getppid()
+def save(*_):
+    while os.getppid() == shell:
+        time.sleep(0.1)
+    os.write(1, b"saved\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+os.write(1, b"waits\\n")
+time.sleep(60)
+'
+true
+"""
+
+
+def test_what_a_shell_script_has_started_may_save_after_sigterm(tmp_path: Path) -> None:
+    """Slurm then waits for it, and the shell's end is that of the job."""
+    path = tmp_path / "run.sh"
+    path.write_text(SAVES_AFTER_ITS_SHELL)
+    path.chmod(0o755)
+    command = [sys.executable, "-m", "trainkit.jobs.plain", "--plain", path]
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **pipes) as process:
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        assert process.returncode == -signal.SIGTERM
+        assert process.stdout.read() == "saved\n"
 
 
 def test_its_lines_are_written_whole_and_at_once(tmp_path: Path) -> None:
