@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import traces
 from checkout import SCRIPTS, Checkout, own_environment, wait_until
@@ -528,6 +529,43 @@ def test_its_exit_codes_count_without_slurm(fate: str, code: int, told: str, che
     reason = f"why     {told.removeprefix('failed: ')}"
     assert (reason in log.read_text()) == told.startswith("failed: "), log.read_text()
     assert ("so far 0\n" in log.read_text()) == ("so far" in fate)
+
+
+# Its child ends by SIGINT with it, as those of `mp.spawn` do, or would not end with it.
+LEAVES_A_CHILD = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from trainkit.process import end_with
+rank = os.getpid()
+if not os.fork():
+    if sys.argv[1] == "killed":
+        end_with(rank, signal.SIGINT)
+    Path("child.new").write_text(str(os.getpid()))
+    Path("child.new").rename("child")
+    try:
+        time.sleep(400)
+    except KeyboardInterrupt:
+        Path("interrupted").touch()
+    os._exit(0)
+while not Path("child").exists():
+    time.sleep(0.1)
+time.sleep(400 if sys.argv[1] == "killed" else 0)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("fate", ["killed", "fails"])
+def test_what_it_has_started_ends_with_it_without_slurm(fate: str, checkout: Checkout) -> None:
+    """submit.py returns at once though its output is a pipe, and ending the job as it says ends all of it."""
+    folder = write(checkout, LEAVES_A_CHILD).parent
+    command = (sys.executable, checkout.folder / "01_singlegpu" / "submit.py", "--plain", "train.py", fate)
+    told = succeeded(checkout.run(*command, cwd=folder)).stdout
+    wait_until((folder / "child").exists)
+    child = psutil.Process(int((folder / "child").read_text()))
+    if fate == "killed":
+        ran("bash", "-c", re.search("^stop +(kill [0-9]+)$", told, re.MULTILINE)[1])
+    assert psutil.wait_procs([child], timeout=120)[1] == []
+    assert (folder / "interrupted").exists() == (fate == "killed")
 
 
 def test_it_runs_where_it_was_started_and_may_be_sent_nowhere(checkout: Checkout) -> None:
