@@ -288,16 +288,27 @@ def test_what_a_shell_script_has_started_may_save_after_sigterm(tmp_path: Path) 
         assert process.stdout.read() == "saved\n"
 
 
-def test_its_lines_are_written_whole_and_at_once(tmp_path: Path) -> None:
-    """The ranks of torchrun write to the same pipe. In this one, each write is read by itself."""
+@pytest.mark.parametrize(
+    ("variables", "said", "read"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, "print('so', 'far', 0)", b"so far 0\n"),
+        ({}, "print('.', end='')", b"."),
+    ],
+    ids=["lines of torchrun's ranks", "text without a line end"],
+)
+def test_what_it_prints_is_written_at_once(
+    variables: dict[str, str], said: str, read: bytes, tmp_path: Path
+) -> None:
+    """Those of torchrun share a pipe, and write whole lines. In this pipe, each write is read by itself."""
     script = tmp_path / "says.py"
-    script.write_text("import os; print('so', 'far', 0); os._exit(0)")
+    script.write_text(f"import os; {said}; os._exit(0)")
     command = [sys.executable, "-m", "trainkit.jobs.plain", "--plain", script]
     reads, writes = os.pipe2(os.O_DIRECT)
     with os.fdopen(reads, "rb", buffering=0) as output, os.fdopen(writes, "wb") as pipe:
-        environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
+        environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"} | variables
         subprocess.run(command, stdout=pipe, env=environment, cwd=REPOSITORY, check=True, timeout=60)
-        assert output.read(100) == b"so far 0\n"
+        pipe.close()
+        assert output.read(100) == read
 
 
 # Rank 0 does nothing more when both have printed; a rank that is ended does not empty Python's buffer.

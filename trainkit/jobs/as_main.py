@@ -12,6 +12,7 @@ none. So `signal.getsignal` tells that USR2 is at its default, until the script 
 
 from __future__ import annotations
 
+import os
 import runpy
 import signal
 import sys
@@ -44,8 +45,8 @@ def show_default() -> None:
 def write_whole_lines() -> None:
     """Write each line at once and whole, where Python would not buffer (slurm/job_env.sh, jobs/local.py).
 
-    It would write each argument of a `print` by itself. The ranks of torchrun share a pipe, in which lines of
-    two ranks would mingle.
+    It would write each argument of a `print` by itself, and in the pipe that the ranks of torchrun share,
+    lines of two ranks would mingle. A line without an end is lost there if its rank is killed.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream.write_through:
@@ -75,7 +76,9 @@ def run_module(folder: str, name: str) -> None:
 if __name__ == "__main__":
     del sys.argv[0]
     show_default()
-    write_whole_lines()
+    # torchrun sets it for its ranks.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        write_whole_lines()
     if sys.argv[0] == "-m":
         run_module(sys.argv.pop(1), sys.argv.pop(1))
     else:
