@@ -55,10 +55,12 @@ watching=$TRAINKIT_JOB_DIR/monitor
 # If this start fails before Python runs, nobody must read the outcome of an earlier start.
 rm -f "$TRAINKIT_JOB_DIR/outcome.json"
 plain=""
+proctrack="" # of a plain script: how Slurm finds the processes that it signals (trainkit/jobs/plain.py)
 case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node) plain=1 ;; esac
 if [[ $plain ]]; then
     # `python -m` must not import a queue.py from the folder of the script. jobs/plain.py unsets this.
     export PYTHONSAFEPATH=1
+    proctrack=$(scontrol show config 2>/dev/null | sed -n 's/^ProctrackType *= proctrack.//p') || proctrack=""
 else
     # Not for a plain script, which may have variables of its own with these names.
     DATA_DIR=$TRAINKIT_DATA_DIR
@@ -73,10 +75,10 @@ hold_signals=(env "--block-signal=USR2,TERM")
 if ! "${hold_signals[@]}" true 2>/dev/null; then # before coreutils 8.31, as in RHEL 8
     hold_signals=(bash -c 'trap "" USR2; exec "$@"' bash)
 fi
-# A container may not pass on the environment. With these two variables a rank finds its job's folder, and refuses
+# A container may not pass on the environment. With the first two variables a rank finds its job's folder, and refuses
 # to train alone if it does not know the other ranks (trainkit/distributed/launchers.py).
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}"
-    env "TRAINKIT_JOB_DIR=$TRAINKIT_JOB_DIR" TRAINKIT_STARTED_BY=srun)
+    env "TRAINKIT_JOB_DIR=$TRAINKIT_JOB_DIR" TRAINKIT_STARTED_BY=srun "TRAINKIT_PROCTRACK=$proctrack")
 
 # --- the log ----------------------------------------------------------------------------------------
 # The log of the job, if it is a file, and the logs of submitit for the ranks from 1 on, which lie beside it. Each

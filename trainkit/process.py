@@ -1,4 +1,4 @@
-"""What the kernel knows of this process: when it started, and with whose end it is to end."""
+"""What the kernel knows of this process: its start, with whose end it is to end, and who its children are."""
 
 import ctypes
 import os
@@ -19,3 +19,8 @@ def end_with(parent: int, number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(1, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def adopt_orphans() -> None:
+    """Have the processes of this one's children become its own when their parents have ended (prctl(2))."""
+    ctypes.CDLL(None).prctl(36, 1)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -25,6 +26,21 @@ def hear_stop(handler: Callable[..., None]) -> None:
 def unblock_stop_signals() -> None:
     """Let the signals through, which a job blocks until its training can handle them (slurm/job_env.sh)."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def hears(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, or blocks it until it has (proc(5), status).
+
+    With a trap for EXIT, Bash catches every signal that would end it, and ends: it hears none of them.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return False
+    masks = re.findall(r"^Sig(?:Blk|Cgt):\s*(\w+)", status, re.MULTILINE)
+    blocked, caught = (int(mask, 16) for mask in masks)
+    is_bash_with_a_trap = caught >> (signal.SIGXCPU - 1) & 1
+    return bool((blocked | caught) >> (number - 1) & 1) and not is_bash_with_a_trap
 
 
 def obey_the_trainer(_worker: int) -> None:

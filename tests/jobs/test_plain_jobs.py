@@ -2,11 +2,13 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import traces
 from checkout import SCRIPTS, Checkout, own_environment, wait_until
@@ -156,35 +158,37 @@ def test_a_script_without_a_handler_that_resumes_by_its_arguments_is_preempted(
 
 # What handlers see and get; `told` has the numbers of the signals that they were called with.
 STATES = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 from signal import SIG_DFL, SIGUSR1, SIGUSR2
 
 told = []
+rank = os.getpid()
 def hear(number, frame):
+    if os.getpid() != rank:
+        os._exit(3)
     told.append(number)
-def send():
-    os.kill(os.getpid(), SIGUSR2)
+def send(expected):
+    told.clear()
+    os.kill(os.getppid(), SIGUSR2)  # to the process that Slurm has started
+    until = time.monotonic() + 60
+    while not told and time.monotonic() < until:
+        time.sleep(0.01)
+    assert told == [expected], told
 
 assert signal.getsignal(SIGUSR2) == SIG_DFL
-send()
-subprocess.run([sys.executable, "-c", f"import os; os.kill(os.getpid(), {SIGUSR2})"], check=True)
+os.kill(rank, SIGUSR2)
 signal.signal(SIGUSR1, hear)
-assert signal.getsignal(SIGUSR2) == SIG_DFL
-send()
-assert told == [SIGUSR1], told
-if not os.fork():
-    send()
-    os._exit(len(told) - 1)
-assert os.wait()[1] == 0, "a loader's worker has done what its rank should do"
+subprocess.run([sys.executable, "-c", f"import os; os.kill(os.getpid(), {SIGUSR2})"], check=True)
+worker = os.fork()
+if not worker:
+    time.sleep(600)
+send(SIGUSR1)
+send(SIGUSR1)  # by now the worker would have had the first
+assert os.waitpid(worker, os.WNOHANG) == (0, 0), "a loader's worker has done what its rank should do"
 assert signal.signal(SIGUSR2, hear) == SIG_DFL
-send()
-assert told == [SIGUSR1, SIGUSR2], told
+send(SIGUSR2)
 assert signal.signal(SIGUSR2, SIG_DFL) == hear  # as Lightning does at the end of a fit
-send()
-assert told == [SIGUSR1, SIGUSR2, SIGUSR1], told
-signal.signal(SIGUSR1, SIG_DFL)
-send()
-assert len(told) == 3
+send(SIGUSR1)
 print(*sys.argv, __name__, os.path.basename(__file__), flush=True)
 """
 
@@ -197,16 +201,114 @@ def test_usr2_reaches_who_installs_a_handler_and_ends_nobody(tmp_path: Path) -> 
     assert done.stdout == f"{script} an argument __main__ states.py\n"
 
 
-def test_its_lines_are_written_whole_and_at_once(tmp_path: Path) -> None:
-    """The ranks of torchrun write to the same pipe. In this one, each write is read by itself."""
+# Each says when it waits for USR1, and when it has come (in a handler `print` may interrupt a `print`).
+WAITS = """
+import os, signal, time
+assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+signal.signal(signal.SIGUSR1, lambda number, _: (os.write(1, b"heard %d\\n" % number), os._exit(0)))
+os.write(1, b"waits\\n")
+time.sleep(60)
+"""
+# With the trap Bash catches USR1, too, and would end by it.
+WAITS_IN_A_SHELL = f"""#!/bin/bash
+trap 'echo ends' EXIT
+python -c '{WAITS}'
+echo goes on
+"""
+WAITS_IN_ASYNCIO = """
+import asyncio, signal
+async def main():
+    heard = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, heard.set)
+    print("waits", flush=True)
+    await asyncio.wait_for(heard.wait(), 60)
+    print("heard 10")
+asyncio.run(main())
+"""
+WAITS_IN_A_CHILD = f"""
+import multiprocessing
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    child = spawn.Process(target=exec, args=({WAITS!r}, {{}}))
+    child.start()
+    child.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [(WAITS_IN_A_SHELL, "goes on\nends\n"), (WAITS_IN_ASYNCIO, ""), (WAITS_IN_A_CHILD, "")],
+    ids=["shell", "asyncio", "child"],
+)
+def test_usr2_comes_as_usr1_to_the_process_that_waits_for_it(script: str, said: str, tmp_path: Path) -> None:
+    """Whoever has started it, and to no other."""
+    path = tmp_path / "program"
+    path.write_text(script)
+    path.chmod(0o755)
+    if not script.startswith("#!"):
+        path = path.rename(tmp_path / "program.py")
+    command = [sys.executable, "-m", "trainkit.jobs.plain", "--plain", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as process:
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGUSR2)
+        assert process.stdout.read() == f"heard 10\n{said}"
+    assert process.returncode == 0
+
+
+# Its Python saves once Bash is gone.
+SAVES_AFTER_ITS_SHELL = """#!/bin/bash
+python -c '
+import os, signal, time
+shell = os.getppid()
+def save(*_):
+    while os.getppid() == shell:
+        time.sleep(0.1)
+    os.write(1, b"saved\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+os.write(1, b"waits\\n")
+time.sleep(60)
+'
+true
+"""
+
+
+def test_what_a_shell_script_has_started_may_save_after_sigterm(tmp_path: Path) -> None:
+    """Slurm then waits for it, and the shell's end is that of the job."""
+    path = tmp_path / "run.sh"
+    path.write_text(SAVES_AFTER_ITS_SHELL)
+    path.chmod(0o755)
+    command = [sys.executable, "-m", "trainkit.jobs.plain", "--plain", path]
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **pipes) as process:
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        assert process.returncode == -signal.SIGTERM
+        assert process.stdout.read() == "saved\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "said", "read"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, "print('so', 'far', 0)", b"so far 0\n"),
+        ({}, "print('.', end='')", b"."),
+    ],
+    ids=["lines of torchrun's ranks", "text without a line end"],
+)
+def test_what_it_prints_is_written_at_once(
+    variables: dict[str, str], said: str, read: bytes, tmp_path: Path
+) -> None:
+    """Those of torchrun share a pipe, and write whole lines. In this pipe, each write is read by itself."""
     script = tmp_path / "says.py"
-    script.write_text("import os; print('so', 'far', 0); os._exit(0)")
+    script.write_text(f"import os; {said}; os._exit(0)")
     command = [sys.executable, "-m", "trainkit.jobs.plain", "--plain", script]
     reads, writes = os.pipe2(os.O_DIRECT)
     with os.fdopen(reads, "rb", buffering=0) as output, os.fdopen(writes, "wb") as pipe:
-        environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
+        environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"} | variables
         subprocess.run(command, stdout=pipe, env=environment, cwd=REPOSITORY, check=True, timeout=60)
-        assert output.read(100) == b"so far 0\n"
+        pipe.close()
+        assert output.read(100) == read
 
 
 # Rank 0 does nothing more when both have printed; a rank that is ended does not empty Python's buffer.
@@ -438,6 +540,43 @@ def test_its_exit_codes_count_without_slurm(fate: str, code: int, told: str, che
     reason = f"why     {told.removeprefix('failed: ')}"
     assert (reason in log.read_text()) == told.startswith("failed: "), log.read_text()
     assert ("so far 0\n" in log.read_text()) == ("so far" in fate)
+
+
+# Its child ends by SIGINT with it, as those of `mp.spawn` do, or would not end with it.
+LEAVES_A_CHILD = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from trainkit.process import end_with
+rank = os.getpid()
+if not os.fork():
+    if sys.argv[1] == "killed":
+        end_with(rank, signal.SIGINT)
+    Path("child.new").write_text(str(os.getpid()))
+    Path("child.new").rename("child")
+    try:
+        time.sleep(400)
+    except KeyboardInterrupt:
+        Path("interrupted").touch()
+    os._exit(0)
+while not Path("child").exists():
+    time.sleep(0.1)
+time.sleep(400 if sys.argv[1] == "killed" else 0)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("fate", ["killed", "fails"])
+def test_what_it_has_started_ends_with_it_without_slurm(fate: str, checkout: Checkout) -> None:
+    """submit.py returns at once though its output is a pipe, and ending the job as it says ends all of it."""
+    folder = write(checkout, LEAVES_A_CHILD).parent
+    command = (sys.executable, checkout.folder / "01_singlegpu" / "submit.py", "--plain", "train.py", fate)
+    told = succeeded(checkout.run(*command, cwd=folder)).stdout
+    wait_until((folder / "child").exists)
+    child = psutil.Process(int((folder / "child").read_text()))
+    if fate == "killed":
+        ran("bash", "-c", re.search("^stop +(kill [0-9]+)$", told, re.MULTILINE)[1])
+    assert psutil.wait_procs([child], timeout=120)[1] == []
+    assert (folder / "interrupted").exists() == (fate == "killed")
 
 
 def test_it_runs_where_it_was_started_and_may_be_sent_nowhere(checkout: Checkout) -> None:

@@ -71,11 +71,10 @@ def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tm
 
 def test_a_rank_that_has_obeyed_gets_no_second_signal(tmp_path: Path) -> None:
     """Where Slurm signals the ranks and our torchrun. Each goes back to the default first, as Python does."""
-    # Of `_signal`, as behind --plain the default of `signal` is that USR2 ends nothing.
-    script, default = tmp_path / "obeys.py", "_signal.signal(signal.SIGUSR2, _signal.SIG_DFL)"
+    script, default = tmp_path / "obeys.py", "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])"
     obey = "os.kill(os.getppid(), signal.SIGUSR2); time.sleep(2)"
-    script.write_text(f"import _signal, os, signal, time\n{default}\n{obey}\n")
-    done = ran(*TORCHRUN, "-m", "trainkit.jobs.plain", "--plain", script)
+    script.write_text(f"import os, signal, time\n{default}\n{obey}\n")
+    done = ran(*TORCHRUN, script)
     assert done.returncode == 0, done.stderr
 
 
@@ -87,11 +86,12 @@ if len(sys.argv) == 1:
     os.execve(sys.executable, [sys.executable, __file__, "again"], {})
 ctypes.CDLL(None).prctl(15, b"\\xff", 0, 0, 0)
 signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
 os.kill(os.getppid(), signal.SIGUSR2)
 time.sleep(60)
 sys.exit(3)
 """)
-    done = ran(*TORCHRUN, "-m", "trainkit.jobs.plain", "--plain", tmp_path / "named.py")
+    done = ran(*TORCHRUN, tmp_path / "named.py")
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 

@@ -15,13 +15,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
 from trainkit.distributed import launchers, meeting, names
 from trainkit.errors import fail
-from trainkit.signals import STOP_SIGNALS
+from trainkit.signals import STOP_SIGNALS, hears
 
 # From SIGTERM on, for ranks to start that can answer it: Slurm kills after 30 seconds.
 PATIENCE_SECONDS = 20
@@ -140,19 +139,13 @@ def _ranks() -> list[psutil.Process]:
 
 
 def _send(rank: psutil.Process, number: int) -> None:
-    """Send a signal, but no USR2 that would end the rank: Slurm may have sent it one that it has obeyed."""
-    if number == signal.SIGTERM or _outlives(rank.pid, number):
+    """Send a signal, but no USR2 that would end the rank: Slurm may have sent it one that it has obeyed.
+
+    At its end, Python no longer hears it.
+    """
+    if number == signal.SIGTERM or hears(rank.pid, number):
         with suppress(psutil.NoSuchProcess):
             rank.send_signal(number)
-
-
-def _outlives(pid: int, number: int) -> bool:
-    """Return whether a process blocks, ignores or hears a signal. At its end, Python no longer does."""
-    with suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-        masks = re.findall(r"^Sig(?:Blk|Ign|Cgt):\s*(\w+)", status, re.MULTILINE)
-        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
-    return False
 
 
 if __name__ == "__main__":

@@ -420,7 +420,9 @@ class LocalHandle(Handle):
                 self.failed_at = time.monotonic()
             if time.monotonic() - self.failed_at > PEERS_SECONDS:
                 for rank in ranks:
-                    rank.kill()
+                    # Of those that it has started, only some would end with it.
+                    for process in (*rank.children(recursive=True), rank):
+                        process.kill()
 
     def _how_to_resume(self, checkpoints: str) -> str:
         if self._is_plain:

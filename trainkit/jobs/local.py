@@ -2,12 +2,12 @@
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from trainkit.record import samples
 # submitit announces every step; the log should have only the stage's lines.
 QUIET = {"SUBMITIT_LOG_LEVEL": "CRITICAL"}
 DAY_MINUTES = 24 * 60
+# In the folder of a job: what submitit's process that controls the ranks prints.
+CONTROLLER_LOG = "controller.log"
 # Device nodes of NVIDIA's GPUs, of AMD's, and of both in Windows' Linux.
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 # The variable with the GPUs of a job here, whatever submitit writes into CUDA_VISIBLE_DEVICES.
@@ -66,13 +68,21 @@ def _chosen_gpus(count: int) -> list[str]:
 
 
 @contextmanager
-def without_ctrl_c() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach: it is for this one, which then ends the others in order."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def in_the_background(output: Path) -> Iterator[None]:
+    """Start processes in a session of their own, which write to the file `output`.
+
+    Ctrl-C is for this process alone, which then ends the others in order, and a pipe to which it writes
+    (`submit.py | tee`) closes when it ends. submitit has no option for what its process inherits.
+    """
+    popen = subprocess.Popen
+    with output.open("ab") as file:
+        subprocess.Popen = partial(
+            popen, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            yield
+        finally:
+            subprocess.Popen = popen
 
 
 def start_monitor(folder: Path, job_id: str, log: Path, environment: dict[str, str]) -> subprocess.Popen:

@@ -1,36 +1,51 @@
 """Run a program that does not use the kit, as a rank of a job.
 
-`python -m trainkit.jobs.plain --plain script.py` is `python script.py` with the variables of torchrun, and
-holds no signal back. USR2, which comes a minute before the time limit, ends no script (jobs/as_main.py).
-This module runs in the environment of the kit, and the program in its own, if it has one (--python).
+`python -m trainkit.jobs.plain --plain script.py` is `python script.py` with the variables of torchrun. This
+process stays beside the program, hands it the signals of the job, and ends as it does. It runs in the
+environment of the kit, and the program in its own, if it has one (--python).
+
+Slurm sends USR2 a minute before the time limit. Linux ends a process that has no handler for it, so it is
+ignored until the program has one. Many scripts wait for USR1 (Lightning unless told otherwise). So USR2 goes
+to those of the program's processes that hear it, and as USR1 to those that hear only that.
 """
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
+
+import psutil
 
 from trainkit import errors, job_folder
 from trainkit.distributed import launchers
 from trainkit.errors import UserError
 from trainkit.jobs import as_main
 from trainkit.jobs.program import ACTIVE, Program, parse, without_the_kit
-from trainkit.process import end_with
-from trainkit.signals import STOP_SIGNALS
+from trainkit.process import adopt_orphans, end_with
+from trainkit.signals import STOP_SIGNALS, hears
 
 # The exit code by which a process asks submitit to start its job again (LOCAL_REQUEUE_RETURN_CODE there).
 SUBMITIT_STARTS_AGAIN = 144
 # What torchrun sets for each rank.
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+# What this process may be sent, and hands on.
+HANDED_ON = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, *STOP_SIGNALS}
+# How Slurm finds the processes of a job (slurm/job_env.sh), and the way by which it signals all of them.
+PROCTRACK = "TRAINKIT_PROCTRACK"
+SIGNALS_ALL = "linuxproc"
+# For what the program has left behind, to end by itself: as long as Slurm by default waits after SIGTERM
+# (KillWait), and where nobody has asked it to end.
+SECONDS_AFTER_SIGTERM = 30
+SECONDS_AT_ITS_END = 2
 
 
 def run(program: Program, arguments: Sequence[str], noted: bool = False) -> NoReturn:
-    """Run the program in place of this process, or with `noted` in a child, whose exit code is noted."""
+    """Run the program, and end as it does; with `noted`, leave a note of how that was."""
     try:
         dist_env = launchers.read()
     except ValueError as error:
@@ -39,13 +54,12 @@ def run(program: Program, arguments: Sequence[str], noted: bool = False) -> NoRe
     arguments = program.in_start(job_folder.restarts(), arguments, job_folder.here())
     command = _command(program, arguments)
     variables = _variables(program, dist_env)
-    _let_signals_through()
     try:
-        if not noted:
-            os.execve(command[0], command, variables)
         exit_code = _run_child(command, variables, with_its_own=not program.is_python)
     except OSError as error:
         errors.fail(f"{command[0]} does not start ({error.strerror}): correct its first line.")
+    if not noted:
+        _end_as(exit_code)
     if exit_code == 0:
         job_folder.note("finished")
         sys.exit(0)
@@ -121,35 +135,109 @@ def _leave_the_kits_environment(variables: dict[str, str], python: Path) -> None
         variables["PYTHONPATH"] = python_path
 
 
-def _let_signals_through() -> None:
-    """Have SIGTERM end the script as usual, and USR2 do nothing, until the script decides otherwise."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
 def _run_child(command: Sequence[str], variables: dict[str, str], with_its_own: bool) -> int:
-    """Run the command, hand it the signals that this process gets, and return its exit code.
+    """Run the command, hand on the signals that this process gets, and return the command's exit code.
 
-    With `with_its_own` its own processes get them, too, as from Slurm: a shell does not hand them on. The
-    exit code is negative if a signal has ended the command: minus the number of the signal.
+    It is negative if a signal has ended the command: minus the number of the signal. What the command has
+    left running is ended, as Slurm does at the end of a step.
+
+    Args:
+        command: its words.
+        variables: its environment.
+        with_its_own: whether its own processes get all signals, too: a shell does not hand them on.
     """
     this_process = os.getpid()
+    waited_for = {signal.SIGCHLD, *HANDED_ON}
 
     def prepare() -> None:
         end_with(this_process)
-        if with_its_own:
-            os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, waited_for)
 
-    child = subprocess.Popen(command, preexec_fn=prepare, env=variables)
-    send = partial(os.killpg, child.pid) if with_its_own else child.send_signal
+    # The command inherits this. The job has held both signals back (slurm/job_env.sh).
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
+    adopt_orphans()
+    child = subprocess.Popen(command, env=variables, preexec_fn=prepare, start_new_session=True)
+    seconds = SECONDS_AT_ITS_END
+    while child.returncode is None:
+        received = signal.sigwaitinfo(waited_for)
+        if received.si_signo in HANDED_ON:
+            _hand_on(received, child.pid, with_its_own)
+        if received.si_signo == signal.SIGTERM:
+            seconds = SECONDS_AFTER_SIGTERM
+        child.returncode = _reap(child.pid)
+    _end_the_rest(seconds)
+    return child.returncode
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        send(number)
 
-    for number in STOP_SIGNALS:
-        signal.signal(number, hand_on)
-    return child.wait()
+def _hand_on(received: signal.struct_siginfo, program: int, with_its_own: bool) -> None:
+    """Send the program a signal, unless Slurm has sent it to all processes of the job."""
+    number = received.si_signo
+    has_it = os.environ.get(PROCTRACK) == SIGNALS_ALL and _is_slurm(received.si_pid)
+    if number == signal.SIGUSR2:
+        _hand_on_usr2(program, as_usr1_only=has_it)
+    elif not has_it:
+        send = os.killpg if with_its_own else os.kill
+        send(program, number)
+
+
+def _hand_on_usr2(program: int, as_usr1_only: bool) -> None:
+    """Send USR2 to the processes of the program that hear it, and USR1 to those that hear only that.
+
+    A forked process, such as a worker of a loader, has the handlers of its parent, whose signal it is.
+    """
+    commands: dict[int, list[str]] = {}
+    root = psutil.Process(program)
+    for process in [root, *root.children(recursive=True)]:
+        hears_usr2 = hears(process.pid, signal.SIGUSR2)
+        if not hears_usr2 and not hears(process.pid, signal.SIGUSR1):
+            continue
+        with suppress(psutil.Error):  # it has just ended
+            commands[process.pid] = process.cmdline()
+            is_forked = commands.get(process.ppid()) == commands[process.pid]
+            if not is_forked and not (hears_usr2 and as_usr1_only):
+                process.send_signal(signal.SIGUSR2 if hears_usr2 else signal.SIGUSR1)
+
+
+def _is_slurm(pid: int) -> bool:
+    """Return whether a signal from this process is one of Slurm's, and not one of torchrun's."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text() == "slurmstepd\n"
+    return False
+
+
+def _reap(program: int) -> int | None:
+    """Forget the processes that have ended, and return the program's exit code, if it is one of them."""
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == program:
+            return os.waitstatus_to_exitcode(status)
+        if pid == 0:
+            return None
+
+
+def _end_the_rest(seconds: float) -> None:
+    """Kill what the program has left running, if that has not ended by itself after so many seconds."""
+    _, running = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=seconds)
+    for process in running:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _end_as(exit_code: int) -> NoReturn:
+    """End as the program has, also if it was by a signal: then srun and torchrun say so."""
+    if exit_code >= 0:
+        sys.exit(exit_code)
+    # The program may have left its core, which is the one of interest.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    number = -exit_code
+    with suppress(OSError):  # nobody can change what SIGKILL does
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
+    raise AssertionError
 
 
 def main() -> NoReturn:

@@ -215,7 +215,8 @@ def _starting_here(request: Request) -> Iterator[Sent]:
     if request.site.monitor:
         # The ranks note there where their records are.
         (request.folder / samples.FOLDER).mkdir()
-    with local.without_ctrl_c(), _environment(variables), _working_dir(request.working_dir):
+    background = local.in_the_background(request.folder / local.CONTROLLER_LOG)
+    with background, _environment(variables), _working_dir(request.working_dir):
         yield sent
     (job,) = sent.jobs
     log = job.paths.stdout
