@@ -319,7 +319,7 @@ def test_the_folder_of_a_start_that_comes_back(release: str, tmp_path: Path) -> 
     folder = tmp_path / "7"
     kept = left_by_a_start(folder)
     begin(folder, replace(JOB, record=record(release, "requeued")))
-    assert files(folder) == sorted([*kept, "monitor/asked"])
+    assert files(folder) == sorted([*kept, "earlier-outcome.json", "monitor/asked"])
     assert (folder / "monitor" / "asked").read_text() == "2 2 0 1\n"
 
 
