@@ -96,7 +96,11 @@ if how == "split":
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
 elif world_size > 1:
     model = DistributedDataParallel(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+if how == "zero":
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+else:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 loss_sum = torch.zeros(())
 for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -178,7 +182,8 @@ def _losses(*outputs: subprocess.CompletedProcess[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks"), [("whole", None), ("whole", 2), pytest.param("split", 2, marks=SPLIT)]
+    ("how", "ranks"),
+    [("whole", None), ("whole", 2), ("zero", 2), pytest.param("split", 2, marks=SPLIT)],
 )
 def test_killed_and_stopped_by_both_signals_a_loop_has_the_losses_of_one_never_stopped(
     how: str, ranks: int | None, own: Own, tmp_path: Path
