@@ -139,8 +139,15 @@ class Recorder:
 
         Raises:
             UserError: if a number makes no sense, the row cannot be written, or each rank has trained by
-                itself, or all with the same samples. Earlier epochs are kept.
+                itself, or all with the same samples; also after the last of the `epochs`. Earlier epochs are
+                kept.
         """
+        # Seen: a framework, requeued just after its last epoch, started anew, and had rows of "epoch 5/4".
+        if self._epoch > self._epochs:
+            raise UserError(
+                f"the record has all {self._epochs} epochs already, and got one more: begin with the epoch "
+                "`first_epoch` of the Recorder, or give it more `epochs`."
+            )
         numbers = {"samples": samples, "seconds": seconds, "loss": loss} | NO_TEST | metrics
         try:
             numbers = _checked(numbers)
