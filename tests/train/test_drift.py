@@ -1,4 +1,4 @@
-"""Ranks that each train a network of their own are told, and not recorded."""
+"""Ranks that each train a network of their own, or all with the same samples, are told, and not recorded."""
 
 import shutil
 from pathlib import Path
@@ -7,10 +7,11 @@ from checkout import plant
 from conftest import ENVIRONMENT, STAGES, Script, failed, succeeded
 from forking import Forking
 
-# `wrapped`, `expert`, `differ`, `thaw` and `diverge` are words of the command line. A schedule that each of
-# N ranks steps N times, as Accelerate's does.
+# The words in `sys.argv` are those of the command line: with `same` all ranks have the same samples,
+# with `halves` each has a part of a larger layer, with `expert` a layer of its own beside the others. A schedule
+# that each of N ranks steps N times, as that of Accelerate.
 ON_RANKS = """
-import sys, torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist, torch.distributed.nn.functional
 from trainkit.training.recorder import Recorder
 dist.init_process_group("gloo")
 torch.manual_seed(1)
@@ -19,7 +20,7 @@ model.weight.requires_grad_("thaw" not in sys.argv)
 if "expert" in sys.argv:
     ignored = ["weight"]
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-torch.manual_seed(dist.get_rank())
+torch.manual_seed(0 if "same" in sys.argv else dist.get_rank())
 network = torch.nn.parallel.DistributedDataParallel(model) if "wrapped" in sys.argv else model
 optimizer = torch.optim.SGD(model.parameters(), lr=1e20 if "diverge" in sys.argv else 0.1)
 lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
@@ -28,6 +29,9 @@ seen = Recorder("ranks", network, optimizer, **how)
 if "thaw" in sys.argv:
     model.weight.requires_grad_(True)
     network = torch.nn.parallel.DistributedDataParallel(model)
+if "halves" in sys.argv:
+    model.weight.data += dist.get_rank()
+    network = lambda inputs: torch.distributed.nn.functional.all_reduce(model(inputs))
 for epoch in range(3):
     for step in range(8):
         optimizer.zero_grad()
@@ -39,13 +43,32 @@ for epoch in range(3):
 """
 
 
+def few(results: Path) -> tuple:
+    """Options of a short training."""
+    size = ("--epochs", 2, "--batch-size", 50, "--no-cuda", "--precision", "fp32", "--width", 4)
+    data = ("--dataset", "synthetic", "--train-size", 200, "--test-size", 50)
+    return (*size, *data, "--results-dir", results)
+
+
 def test_ranks_that_each_train_alone_are_told_and_not_recorded(script: Script, tmp_path: Path) -> None:
     """A copy of stage 03 that has lost DistributedDataParallel."""
     own = shutil.copy(STAGES["ddp"], tmp_path / "my_copy.py")
     plant(own, "nn.parallel.DistributedDataParallel = lambda model, **options: model")
-    few = ("--epochs", 2, "--batch-size", 50, "--no-cuda", "--precision", "fp32", "--width", 4)
-    few += ("--dataset", "synthetic", "--train-size", 200, "--test-size", 50, "--results-dir", tmp_path)
-    assert "each of the 2 ranks has trained a Net of its own" in failed(script(own, *few, ranks=2))
+    assert "each of the 2 ranks has trained a Net of its own" in failed(script(own, *few(tmp_path), ranks=2))
+    assert not list((tmp_path / "runs").glob("*.csv"))
+
+
+def test_ranks_with_the_same_samples_are_told_and_not_recorded(script: Script, tmp_path: Path) -> None:
+    """A copy of stage 03 whose own loader does not ask for the rank. Gradients are averaged, for nothing."""
+    own, text = tmp_path / "my_copy.py", STAGES["ddp"].read_text()
+    for of_rank, of_all in (
+        ("train_loader(train_set, opts, dist_env", "train_loader(train_set, opts, replace(dist_env, rank=0)"),
+        ("torch.manual_seed(opts.seed + dist_env.rank)", "torch.manual_seed(opts.seed)"),
+    ):
+        assert of_rank in text
+        text = text.replace(of_rank, of_all)
+    own.write_text(text.replace("\nimport torch\n", "\nfrom dataclasses import replace\nimport torch\n", 1))
+    assert "all 2 ranks have trained with the same samples" in failed(script(own, *few(tmp_path), ranks=2))
     assert not list((tmp_path / "runs").glob("*.csv"))
 
 
@@ -56,10 +79,15 @@ def test_a_recorder_tells_ranks_that_train_alone(forking: Forking, tmp_path: Pat
     alone = forking.run(tmp_path / "ranks.py", ranks=2, env=env)
     assert alone.returncode == 1
     assert "UserError: each of the 2 ranks has trained a Linear of its own" in alone.stderr
+    for ways in (["same"], ["same", "wrapped"]):
+        told = forking.run(tmp_path / "ranks.py", *ways, ranks=2, env=env)
+        assert told.returncode == 1
+        assert "UserError: all 2 ranks have trained with the same samples" in told.stderr
     assert not list((tmp_path / "runs").glob("*.csv"))
-    # Also of weights that are trained from some step on, of those that become NaN on all ranks, and of those
-    # that each rank has for itself beside the others.
-    for ways in (["differ"], ["wrapped"], *(["wrapped", way] for way in ("thaw", "diverge", "expert"))):
+    # Also of weights that are trained from some step on, of those that become NaN on all ranks, of those that
+    # each rank has for itself beside the others, and of parts of a layer, which rightly have the same samples.
+    rightly = (["differ"], ["wrapped"], *(["wrapped", way] for way in ("thaw", "diverge", "expert")))
+    for ways in (*rightly, ["halves", "same"]):
         succeeded(forking.run(tmp_path / "ranks.py", *ways, ranks=2, env=env))
 
 

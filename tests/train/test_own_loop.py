@@ -48,6 +48,52 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(forking: Forking, tm
     assert 3 <= int(steps_of_ranks.pop()) < 9_999
 
 
+# Ranks with unequal numbers of batches, as on the page about Join; one gets a signal within an epoch.
+UNEVEN = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from trainkit.training import stop_signal
+from trainkit.training.checkpoint import Checkpointer
+
+stop_signal.SECONDS_BETWEEN_MEETINGS = 0  # the ranks ask each other after every epoch
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+checkpointer = Checkpointer({"model": model}, every_steps=1, per_rank_state={"optimizer": optimizer})
+first_epoch, _ = checkpointer.resume()
+for epoch in range(first_epoch, 4):
+    with Join([model]):
+        for step in range(3 + 4 * rank):
+            optimizer.zero_grad()
+            model(torch.full((4, 1), 1.0 + step + rank)).square().mean().backward()
+            optimizer.step()
+            if sys.argv[1:] == [str(epoch)] and rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR2)
+    if checkpointer.step(epoch + 1, 0):
+        break
+else:
+    print("rank", rank, "ends with", model.module.weight.item().hex(), flush=True)
+checkpointer.finish()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_with_unequal_numbers_of_batches_stop_and_resume(forking: Forking, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(UNEVEN)
+    ends = []
+    for folder, stops in (("once", [()]), ("again", [(2,), ()])):
+        (cwd := tmp_path / folder).mkdir()
+        for stop in stops:
+            done = succeeded(forking.run(tmp_path / "own.py", *stop, ranks=2, env=ENVIRONMENT, cwd=cwd))
+            assert ("stopped after epoch 2" in done.stdout) == bool(stop)
+        ends.append(sorted(re.findall("rank .* ends with .*", done.stdout)))
+    assert len(ends[0]) == 2 and ends[0] == ends[1]
+
+
 # A loop as a user has it, on one process or many, with a network that is whole or split over the ranks. It is
 # disturbed in one step: the last rank, or one that writes, is killed, or gets a signal.
 OWN = """
@@ -98,7 +144,11 @@ if how == "split":
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
 elif world_size > 1:
     model = DistributedDataParallel(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+if how == "zero":
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+else:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 + np.cos(epoch))
 loss_sum = torch.zeros(())
 losses = []
@@ -183,7 +233,8 @@ def _losses(*outputs: subprocess.CompletedProcess[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks"), [("whole", None), ("whole", 2), pytest.param("split", 2, marks=SPLIT)]
+    ("how", "ranks"),
+    [("whole", None), ("whole", 2), ("zero", 2), pytest.param("split", 2, marks=SPLIT)],
 )
 def test_killed_and_stopped_by_both_signals_a_loop_has_the_losses_of_one_never_stopped(
     how: str, ranks: int | None, own: Own, tmp_path: Path

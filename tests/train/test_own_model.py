@@ -337,6 +337,25 @@ def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Scrip
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".pt"]
 
 
+def test_an_optimizer_whose_state_is_split_over_the_ranks(script: Script, tmp_path: Path) -> None:
+    """It trains as one that is whole, and is saved as such. test_own_loop.py resumes with one."""
+    own, whole = tmp_path / "own.py", "torch.optim.AdamW(second.parameters(), lr=0.1)"
+    zero = "torch.distributed.optim.ZeroRedundancyOptimizer(second.parameters(), torch.optim.AdamW, lr=0.1)"
+    text, losses = STORIES.replace("import os,", "import torch.distributed.optim, os,"), []
+    for optimizer, folders in ((whole, ()), (zero, ()), (zero, ("--checkpoint-dir", tmp_path / "saved"))):
+        results = tmp_path / str(len(losses))
+        own.write_text(text.replace(whole, optimizer))
+        succeeded(script(own, *OF_STORIES, "--results-dir", results, *folders, ranks=2))
+        (path,) = (results / "runs").glob("*.csv")
+        losses.append([row["value"] for row in records.read_metrics(path) if row["metric"] == "critic_loss"])
+    assert len(losses[0]) == 2 and losses[0] == losses[1] == losses[2]
+    assert list((tmp_path / "saved").glob("*.pt"))
+    sharded = "__import__('trainkit.training.sharded').training.sharded.Sharded(second, other)"
+    own.write_text(text.replace(whole, zero).replace("    run.resume()", f"    {sharded}\n    run.resume()"))
+    told = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
+    assert "error on rank 0: Sharded cannot save a ZeroRedundancyOptimizer" in told
+
+
 def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_path: Path) -> None:
     """Second networks and optimizers, what differs by rank, and the sums of numbers of its own."""
     own, told = tmp_path / "stories.py", {}

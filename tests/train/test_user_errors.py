@@ -122,6 +122,7 @@ def test_a_bad_option_of_an_example_is_named(
         ({"RANK": "0"}, "WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "many", "LOCAL_RANK": "0"}, "WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK"),
+        ({"FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE"),
     ],
 )
 def test_a_variable_of_the_launcher_that_is_wrong_is_named(

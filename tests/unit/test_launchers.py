@@ -2,6 +2,7 @@
 
 import os
 import sys
+import re
 
 import pytest
 from conftest import ran
@@ -175,8 +176,50 @@ def test_a_script_between_mpirun_and_the_ranks_leaves_them_their_port(only: pyte
 
 
 def test_a_variable_that_is_missing_is_named(only: pytest.MonkeyPatch) -> None:
-    """PMI_SIZE is also set by what is neither MPICH nor Intel MPI, and each process would train by itself."""
-    only.setenv("PMI_SIZE", "2")
-    only.setenv("PMI_RANK", "1")
-    with pytest.raises(ValueError, match="MPI_LOCALRANKID is None"):
+    """With what a single process would have to unset: what is set."""
+    for name in ("SIZE", "RANK", "LOCAL_RANK"):
+        only.setenv(f"OMPI_COMM_WORLD_{name}", "1")
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_LOCAL_SIZE is None") as told:
+        launchers.read()
+    assert re.findall("unset (.*)[.]", str(told.value)) == ["OMPI_COMM_WORLD_SIZE"]
+
+
+# What launchers that are not read here set for a rank of several, and for a single process.
+NOT_READ = {
+    "PALS, rank 1": ({"PALS_RANKID": "1", "PALS_LOCAL_SIZE": "1"}, {"PALS_RANKID": "0"}),
+    "PALS, rank 0": ({"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "2"}, {"PALS_LOCAL_SIZE": "1"}),
+    "Flux": ({"FLUX_JOB_SIZE": "2", "PMI_SIZE": "2"}, {"FLUX_JOB_SIZE": "1", "PMI_SIZE": "1"}),
+    "jsrun": ({"JSM_NAMESPACE_SIZE": "2"}, {"JSM_NAMESPACE_SIZE": "1"}),
+    "MVAPICH": ({"MV2_COMM_WORLD_SIZE": "2"}, {"MV2_COMM_WORLD_SIZE": "1"}),
+    "PMI": ({"PMI_SIZE": "2", "PMI_RANK": "0"}, {"PMI_SIZE": "1", "PMI_RANK": "0"}),
+    "PMIx": ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prte.1"}, {"PMIX_RANK": "0"}),
+}
+
+
+@pytest.mark.parametrize("what", NOT_READ)
+def test_a_launcher_that_is_not_read_is_refused(what: str, only: pytest.MonkeyPatch) -> None:
+    """If it has started several processes, as each would train the whole. A script may set RANK by it."""
+    of_several, of_one = NOT_READ[what]
+    for name, value in of_several.items():
+        assert launchers.LEFT_BY_LAUNCHERS.fullmatch(name)
+        only.setenv(name, value)
+    with pytest.raises(ValueError, match=" is [12].* torchrun"):
+        launchers.read()
+    by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"} | MEET
+    for name, value in by_hand.items():
+        only.setenv(name, value)
+    assert launchers.read().world_size == 2
+    for name in of_several | by_hand:
+        only.delenv(name)
+    for name, value in of_one.items():
+        only.setenv(name, value)
+    assert launchers.read() == DistEnv()
+
+
+def test_flux_in_a_step_of_slurm_is_refused(only: pytest.MonkeyPatch) -> None:
+    """Its processes have the variables of the one task of srun that has started Flux."""
+    step = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    for name, value in (step | {"FLUX_JOB_SIZE": "2"}).items():
+        only.setenv(name, value)
+    with pytest.raises(ValueError, match="FLUX_JOB_SIZE is 2"):
         launchers.read()

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import traces
 from sampled_jobs import (
@@ -200,6 +201,18 @@ def test_ranks_that_never_met(
     change(folder, with_cells({"met": met}, samples.RANK))
     (folder / samples.ENDED).write_text(ended)
     assert kinds_of(folder) == (["never_met"] if never_met else [])
+
+
+@pytest.mark.parametrize(("world_size", "never_met"), [(1, True), (2, False)])
+def test_a_record_tells_whether_ranks_met(make_job: MakeJob, world_size: int, never_met: bool) -> None:
+    """Its ranks did, if it has several; one of a single rank says nothing of the others."""
+    folder = make_job([FULL] * 2)
+    change(folder, with_cells({"met": "-"}, samples.RANK))
+    (folder / samples.ENDED).write_text("0")
+    (path,) = (folder / "training").glob("*.csv")
+    record = pd.read_csv(path, dtype=str, keep_default_na=False)
+    record.assign(world_size=world_size).to_csv(path, index=False)
+    assert ("never_met" in kinds_of(folder)) == never_met
 
 
 def test_ranks_never_met_only_after_some_samples(make_job: MakeJob) -> None:

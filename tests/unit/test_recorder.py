@@ -128,6 +128,23 @@ def test_an_optimizer_that_was_loaded_before_has_the_rate_that_it_began_with(tmp
     ]
 
 
+def test_an_epoch_beyond_the_last_is_refused(tmp_path: Path) -> None:
+    """As of a framework that starts anew when it is done; also after a resume."""
+    run, parts = recorder(tmp_path, epochs=1)
+    run.epoch(4, 1.0, 0.5)
+    save(tmp_path / "saved.pt", parts)
+    again, parts_of_again = recorder(tmp_path, epochs=1)
+    load(tmp_path / "saved.pt", parts_of_again)
+    for done in (run, again):
+        with pytest.raises(UserError, match="first_epoch"):
+            done.epoch(4, 1.0, 0.25)
+    (path,) = (tmp_path / "runs").glob("*.csv")
+    assert [row["train_loss"] for row in records.read(path)] == [0.5]
+    longer, parts_of_longer = recorder(tmp_path, epochs=2)
+    load(tmp_path / "saved.pt", parts_of_longer)
+    longer.epoch(4, 1.0, 0.25)
+
+
 def test_a_training_has_its_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the screen, and in the record's metrics; also of a start that resumes."""
     for first_epoch in (1, 2):

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,11 +22,22 @@ LARGEST_NUMBER = 2**31 - 1  # of ranks, and of whatever else a launcher counts; 
 # The job scripts set it within the site's container (slurm/job_env.sh).
 STARTED_BY = "TRAINKIT_STARTED_BY"
 
-# What torchrun and mpirun set for their processes, and these leave to others.
+# What torchrun, mpirun and others set for their processes, and these leave to others.
 LEFT_BY_LAUNCHERS = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|(TORCHELASTIC|PET|OMPI_COMM|PMI)_.*"
-    "|PMIX_(RANK|NAMESPACE)"
+    "|PMIX_(RANK|NAMESPACE)|(PALS|MV2_COMM_WORLD|JSM_NAMESPACE|FLUX_(JOB|TASK))_.*"
 )
+# Of launchers that are not read here, under each of which every process trained the whole: the number from
+# which on a variable shows that there are several processes. It counts them, or is the rank. Sources: pals.h
+# of HPE; flux-environment(7); for jsrun LSFEnvironment of Lightning, for mpirun_rsh state.py of Accelerate.
+SEVERAL_FROM = {
+    "PALS_LOCAL_SIZE": 2,  # mpiexec of Cray
+    "PALS_RANKID": 1,
+    "FLUX_JOB_SIZE": 2,
+    "JSM_NAMESPACE_SIZE": 2,  # jsrun of LSF
+    "MV2_COMM_WORLD_SIZE": 2,  # mpirun_rsh of MVAPICH
+}
+SEVERAL_FROM_UNLESS_SRUN = {"PMI_SIZE": 2, "PMIX_RANK": 1}  # which srun --mpi=pmi2 or pmix sets, too
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class Launcher:
     rank_variables: tuple[str, ...]  # the first that is set holds the rank
     opens_store = False  # whether the launcher itself, and not rank 0, opens the store where the ranks meet
     tells_num_nodes = True  # else process_group.py counts the nodes when the ranks have met
+    detected_by: tuple[str, ...] = ()  # a single process that has inherited them goes without
     # What to do if the ranks cannot meet by its variables.
     how_to_meet = (
         "start with torchrun, or give each process its own RANK, from 0 to WORLD_SIZE - 1, and all of them "
@@ -113,6 +125,10 @@ class Launcher:
         """Return whether the launcher has given each process of a node cores of its own."""
         return True
 
+    def to_unset(self, variables: Iterable[str]) -> str:
+        """Return the names of those of the variables that are set, in words."""
+        return " and ".join(name for name in variables if name in self.environ)
+
     def number(self, variable: str, smallest: int, default: int | None = None) -> int:
         """Return the number in an environment variable.
 
@@ -127,7 +143,7 @@ class Launcher:
         if not smallest <= number <= LARGEST_NUMBER:
             raise ValueError(
                 f"{variable} is {text!r}, not a whole number from {smallest} on: start the processes with "
-                "torchrun or srun, which set it, or unset RANK, WORLD_SIZE and LOCAL_RANK for one process."
+                f"torchrun or srun, or, if there is to be only one, unset {self.to_unset(self.detected_by)}."
             )
         return number
 
@@ -140,11 +156,12 @@ class ByHand(Launcher):
 
     name = "env"
     rank_variables = ("RANK",)
+    detected_by = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> bool:
         """Return whether one of the three is set; that the others are missing is told later."""
-        return any(variable in environ for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        return any(variable in environ for variable in cls.detected_by)
 
     def rank(self) -> int:
         """Return RANK."""
@@ -233,11 +250,12 @@ class Srun(Launcher):
 
     name = "srun"
     rank_variables = ("SLURM_PROCID",)
+    detected_by = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> bool:
         """Return whether this is an srun step. A batch script has SLURM_PROCID as well, and there it is 0."""
-        return "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
+        return all(variable in environ for variable in cls.detected_by)
 
     def rank(self) -> int:
         """Return SLURM_PROCID."""
@@ -341,11 +359,12 @@ class OpenMpi(Mpirun):
     local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
     world_size_variable = "OMPI_COMM_WORLD_SIZE"
     local_world_size_variable = "OMPI_COMM_WORLD_LOCAL_SIZE"
+    detected_by = (world_size_variable,)
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> bool:
         """Return whether Open MPI's mpirun has set the number of processes."""
-        return "OMPI_COMM_WORLD_SIZE" in environ
+        return cls.world_size_variable in environ
 
 
 class Hydra(Mpirun):
@@ -358,15 +377,42 @@ class Hydra(Mpirun):
     local_rank_variable = "MPI_LOCALRANKID"
     world_size_variable = "PMI_SIZE"
     local_world_size_variable = "MPI_LOCALNRANKS"
+    detected_by = (world_size_variable, local_rank_variable)
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> bool:
-        """Return whether mpirun has set PMI_SIZE. So does `srun --mpi=pmi2`, but not the local rank.
+        """Return whether mpirun has set PMI_SIZE and the local rank: other launchers set only the first.
 
         In a job, Hydra starts a helper of its own on each node by srun, and its processes have the variables
         of this helper.
         """
-        return "PMI_SIZE" in environ and (cls.local_rank_variable in environ or not Srun.detect(environ))
+        return all(variable in environ for variable in cls.detected_by)
+
+
+class Unknown(Launcher):
+    """A launcher that has started several processes, and whose variables are not read here: it is refused."""
+
+    name = "unknown"
+    rank_variables = ()
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str]) -> bool:
+        """Return whether a variable of SEVERAL_FROM tells of several processes.
+
+        Flux may run within an srun step, and its processes have the variables of that step.
+        """
+        return any(_number_of(environ, name) >= least for name, least in _several_from(environ).items())
+
+    def world_size(self) -> int:
+        """Raise a ValueError: each process would take itself for the only one."""
+        names = [name for name in _several_from(self.environ) if name in self.environ]
+        numbers = ", ".join(f"{name} is {self.environ[name]}" for name in names)
+        raise ValueError(
+            f"a launcher that trainkit cannot read has started several processes ({numbers}), and each would "
+            "train the whole: start them with torchrun, srun or mpirun, or have each set RANK, LOCAL_RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If there is to be only one, unset "
+            f"{self.to_unset(names)}."
+        )
 
 
 class SingleProcess(Launcher):
@@ -402,7 +448,8 @@ class SingleProcess(Launcher):
 
 
 # The first that detects itself counts: RANK counts before the variables that a launcher has set for a script
-# which sets RANK by them, and those of mpirun before those of the srun that has started its helpers.
+# which sets RANK by them, and those of mpirun, or of a launcher that is not read, before those of the srun
+# that has started its helpers.
 LAUNCHERS: tuple[type[Launcher], ...] = (
     TorchElastic,
     Submitit,
@@ -410,9 +457,19 @@ LAUNCHERS: tuple[type[Launcher], ...] = (
     ByHand,
     OpenMpi,
     Hydra,
+    Unknown,
     Srun,
     SingleProcess,
 )
+
+
+def _several_from(environ: Mapping[str, str]) -> dict[str, int]:
+    return SEVERAL_FROM if Srun.detect(environ) else SEVERAL_FROM | SEVERAL_FROM_UNLESS_SRUN
+
+
+def _number_of(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def launcher_of(environ: Mapping[str, str] = os.environ) -> Launcher:

@@ -47,8 +47,9 @@ PAUSE_SECONDS = 30.0
 
 
 def find_ranks_that_never_met(job: SampledJob) -> Issue | None:
-    """Find ranks that each trained by itself. Those of a record have met, or it would have been refused."""
-    if job.trainings or not job.never_met():
+    """Find ranks that each trained by itself. Those of one record have met: it needs their process group."""
+    have_one_record = any((training.epochs.world_size > 1).any() for training in job.trainings)
+    if have_one_record or not job.never_met():
         return None
     ranks = job.last_ranks
     return Issue(RanksNeverMet(ranks=len(ranks)), locations=ranks, lost_share=1 - 1 / len(ranks))

@@ -45,7 +45,7 @@ from trainkit.training.state_file import (
     write,
 )
 from trainkit.training.stop_signal import Agreement, StopSignal
-from trainkit.training.weights import IF_SHARDED, check_equal, check_whole
+from trainkit.training.weights import IF_SHARDED, check_equal, check_whole, gather_on_rank_0
 
 if TYPE_CHECKING:
     from trainkit.training.sharded import Sharded  # takes long to import, and few scripts need it
@@ -225,6 +225,7 @@ class Checkpointer:
         self._progress = Progress(epoch, step)
         self._check_finite()
         # What all ranks have to give; rank 0 has the rest.
+        gather_on_rank_0(self._parts)
         states_of_ranks = process_group.gather(rng_states())
         per_rank_state = process_group.gather(self._packed_per_rank_state()) if self._per_rank_state else None
         path = self.folder / f"epoch-{epoch}-step-{step}.pt"

@@ -52,7 +52,7 @@ class Recorder:
         precision: such as "bf16", if the layers do not compute in the type of the weights.
         lr_scheduler: for the record; without it the rates tell two schedules apart.
         weights_differ: between the ranks, rightly, as in local SGD or in a pipeline. Otherwise the training
-            ends after the first epoch if each rank has trained by itself.
+            ends after the first epoch if each rank has trained by itself, or all with the same samples.
         loggers: what gets each epoch besides the record, such as TensorBoardLogger.
         unit: in which the speed is told, such as "graphs"; by default `samples` are images.
         per_sample: units in a sample, such as the tokens in a window.
@@ -139,8 +139,15 @@ class Recorder:
 
         Raises:
             UserError: if a number makes no sense, the row cannot be written, or each rank has trained by
-                itself. Earlier epochs are kept.
+                itself, or all with the same samples; also after the last of the `epochs`. Earlier epochs are
+                kept.
         """
+        # Seen: a framework, requeued just after its last epoch, started anew, and had rows of "epoch 5/4".
+        if self._epoch > self._epochs:
+            raise UserError(
+                f"the record has all {self._epochs} epochs already, and got one more: begin with the epoch "
+                "`first_epoch` of the Recorder, or give it more `epochs`."
+            )
         numbers = {"samples": samples, "seconds": seconds, "loss": loss} | NO_TEST | metrics
         try:
             numbers = _checked(numbers)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from trainkit.distributed import process_group
 from trainkit.errors import UserError, first_line
 from trainkit.training.optim import KERNELS
-from trainkit.training.weights import is_sharded
+from trainkit.training.weights import is_sharded, is_zero_optimizer
 
 NEEDED = "2.9"
 
@@ -39,9 +39,18 @@ class Sharded:
     Either `fully_shard` splits it, or each rank has some of the layers, under names that no other rank has.
     Every rank creates one, and calls its methods at the same points. No rank ever has more than its own part,
     except in `weights`.
+
+    Raises:
+        UserError: if only the state of the optimizer is split.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        # Seen: the first save, after an epoch, was a traceback.
+        if is_zero_optimizer(optimizer):
+            raise UserError(
+                "Sharded cannot save a ZeroRedundancyOptimizer, and the network beside it is whole: give Run "
+                "or Checkpointer both of them without it."
+            )
         self.model = model
         self.optimizer = optimizer
         # The optimizer's state goes by the names of the weights: their numbers differ between ranks.

@@ -21,7 +21,7 @@ import torch
 from trainkit.errors import UserError, first_line, lost_peers, reason
 from trainkit.files import replacing
 from trainkit.training.optim import KERNELS
-from trainkit.training.weights import IF_SHARDED, inner_optimizer, is_sharded
+from trainkit.training.weights import IF_SHARDED, inner_optimizer, is_sharded, is_zero_optimizer
 
 PLAIN = (type(None), bool, int, float, str, bytes)
 DICTIONARIES = (dict, OrderedDict, Counter)  # those that torch.load makes again
@@ -261,7 +261,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, object]) 
     for saved, own in zip(state["param_groups"], inner.param_groups, strict=False):  # PyTorch compares them
         saved.update({name: own[name] for name in KERNELS & own.keys()})
     optimizer.load_state_dict(state)
-    _lay_out(inner.state)
+    _lay_out(inner.optim.state if is_zero_optimizer(inner) else inner.state)
 
 
 @torch.no_grad()

@@ -32,6 +32,19 @@ def inner_optimizer(optimizer: object) -> object:
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def is_zero_optimizer(optimizer: object) -> bool:
+    """Return whether this is a ZeroRedundancyOptimizer: each rank has its state for some of the weights."""
+    return hasattr(optimizer, "consolidate_state_dict")  # its class takes long to import
+
+
+def gather_on_rank_0(parts: dict[str, object]) -> None:
+    """Gather the whole state of each optimizer in `parts` on rank 0; every rank calls it before a save."""
+    for part in parts.values():
+        optimizer = _optimizer_of(part)
+        if is_zero_optimizer(optimizer):
+            optimizer.consolidate_state_dict(to=0)
+
+
 def check_whole(parts: dict[str, object], way: str) -> None:
     """Check that each of `parts` is whole on this rank: torch.save would write a shard without a word.
 
@@ -63,8 +76,6 @@ def check_equal(parts: dict[str, object], way: str) -> None:
 
 
 def _is_sharded(part: object) -> bool:
-    if hasattr(part, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
-        return True
     # Its own state_dict puts the weights together in a meeting of all ranks, and leaves the optimizer's.
     if isinstance(part, nn.Module) and is_in_earlier_fsdp(part):
         return True
@@ -73,11 +84,17 @@ def _is_sharded(part: object) -> bool:
 
 def _weights_of(part: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and the weights of a network, or those that an optimizer trains."""
-    # An lr_scheduler has an optimizer, too, and saves nothing of it.
-    optimizer = None if isinstance(part, LRScheduler) else inner_optimizer(part)
+    optimizer = _optimizer_of(part)
     if isinstance(part, nn.Module):
         yield from part.named_parameters()
         yield from part.named_buffers()
-    elif isinstance(optimizer, torch.optim.Optimizer):
+    elif optimizer is not None:
         for number, group in enumerate(optimizer.param_groups):
             yield from ((f"{number} {place}", weights) for place, weights in enumerate(group["params"]))
+
+
+def _optimizer_of(part: object) -> torch.optim.Optimizer | None:
+    """Return the optimizer that this part of a checkpoint is, or wraps; None if it is something else."""
+    # An lr_scheduler has an optimizer, too, and saves nothing of it.
+    optimizer = None if isinstance(part, LRScheduler) else inner_optimizer(part)
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
