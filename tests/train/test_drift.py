@@ -8,8 +8,8 @@ from conftest import ENVIRONMENT, STAGES, Script, failed, succeeded
 from forking import Forking
 
 # The words in `sys.argv` are those of the command line: with `same` all ranks have the same samples,
-# with `halves` each has a part of a larger layer, with `expert` a layer of its own beside the others. A schedule
-# that each of N ranks steps N times, as that of Accelerate.
+# with `halves` each has a part of a larger layer, with `expert` a layer of its own beside the others. A
+# schedule that each of N ranks steps N times, as that of Accelerate.
 ON_RANKS = """
 import sys, torch, torch.distributed as dist, torch.distributed.nn.functional
 from trainkit.training.recorder import Recorder
@@ -84,8 +84,9 @@ def test_a_recorder_tells_ranks_that_train_alone(forking: Forking, tmp_path: Pat
         assert told.returncode == 1
         assert "UserError: all 2 ranks have trained with the same samples" in told.stderr
     assert not list((tmp_path / "runs").glob("*.csv"))
-    # Also of weights that are trained from some step on, of those that become NaN on all ranks, of those that
-    # each rank has for itself beside the others, and of parts of a layer, which rightly have the same samples.
+    # Also of weights that are trained from some step on, of those that become NaN on all ranks, of those
+    # that each rank has for itself beside the others, and of parts of a layer, which rightly have the same
+    # samples.
     rightly = (["differ"], ["wrapped"], *(["wrapped", way] for way in ("thaw", "diverge", "expert")))
     for ways in (*rightly, ["halves", "same"]):
         succeeded(forking.run(tmp_path / "ranks.py", *ways, ranks=2, env=env))

@@ -1,8 +1,8 @@
 """What each launcher tells a process. train/test_mpirun.py and the tests of jobs start real ones."""
 
 import os
-import sys
 import re
+import sys
 
 import pytest
 from conftest import ran

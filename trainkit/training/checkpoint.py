@@ -269,6 +269,7 @@ class Checkpointer:
         if not self._has_tried:
             # The first save may be at the time limit. It would fail, and all work would be lost.
             self._has_tried = True
+            gather_on_rank_0(self._parts)
             process_group.on_rank_0(self._states)
             states_of(self._per_rank_state)
         return process_group.is_rank_0() and time.monotonic() - self._saved_at > 60 * self._every_minutes
