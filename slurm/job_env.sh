@@ -89,11 +89,16 @@ for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
     [[ ! -f $log ]] || earlier_bytes[$log]=$(stat --format=%s "$log")
 done
 
-# Print what this start has printed so far.
+# Print the end of what this start has printed so far, each log after a line with its name (trainkit/jobs/job_log.py).
+# A whole log of half a GB (NCCL_DEBUG=INFO) would take Python longer than it may.
 printed() {
-    local log
+    local log first last_part
     for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
-        [[ ! -f $log ]] || tail --bytes="+$((${earlier_bytes[$log]:-0} + 1))" "$log"
+        [[ -f $log ]] || continue
+        first=$((${earlier_bytes[$log]:-0} + 1))
+        last_part=$(($(stat --format=%s "$log") - (4 << 20) + 1))
+        printf '\n# in_job log %s\n' "${log##*/}"
+        tail --bytes="+$((first > last_part ? first : last_part))" "$log"
     done
 }
 

@@ -60,6 +60,21 @@ def test_what_earlier_starts_have_printed_does_not_count(checkout: Checkout) -> 
     assert [line for line in job.outcome.why if "rank 0" not in line] == [], job.log.read_text()
 
 
+def test_a_log_of_half_a_gb_has_a_reason_also_after_a_requeue(checkout: Checkout) -> None:
+    """Such as one of NCCL_DEBUG=INFO; here it has a hole of that size."""
+    job = Job(checkout, restarts=1)
+    job.log.write_text("ValueError: of an earlier start\n")
+    says = "printf '\\nValueError: planted\\nsrun: error: n1: task 0: Exited with exit code 1\\n' >&2"
+    checkout.fake("srun", f"truncate --size=+600M '{job.log}'; {says}; exit 1")
+    assert job.run().returncode == 1
+    (reason,) = job.outcome.why
+    assert "rank 0" in reason and reason.endswith("ValueError: planted")
+    checkout.fake("srun", "echo srun: error: n1: task 0: Exited with exit code 1 >&2; exit 1")
+    assert job.run().returncode == 1
+    (reason,) = job.outcome.why
+    assert "ValueError" not in reason, reason
+
+
 def test_a_variable_of_the_users_is_not_the_launcher(checkout: Checkout) -> None:
     """The ranks of srun are its tasks; those of torchrun are not."""
     job = Job(checkout, restarts=0)

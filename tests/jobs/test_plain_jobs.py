@@ -312,6 +312,10 @@ def test_what_it_prints_is_written_at_once(
 
 
 # Rank 0 does nothing more when both have printed; a rank that is ended does not empty Python's buffer.
+GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+"""
 BOTH_PRINTED = """
 print("so far", rank)
 job = os.environ["TRAINKIT_JOB_DIR"]
@@ -329,6 +333,9 @@ if rank == 0:
         # As the kit's own errors end a rank, such as those of a Recorder.
         ("srun", "from trainkit import errors; errors.fail('planted')", 1, "error on rank 1: planted"),
         ("torchrun", "os._exit(7)", 7, "rank 1 on n1 ended with exit code 7"),
+        # Once the group exists, PyTorch puts "[rank1]: " before each line. All ranks share the log.
+        ("srun", GROUP + "raise ValueError('planted')", 1,
+         "rank 1 on n1 ended with exit code 1: ValueError: planted"),
         ("submitit", "raise ValueError('planted')", 1,
          r"rank 1 on n1 ended with exit code 1: ValueError: planted \(in \d+_1_log.out\)"),
     ],
@@ -525,7 +532,7 @@ def test_a_rank_that_fails_soon_does_not_come_back_for_ever(on_cluster: Checkout
         ("os._exit(0)", 0, "done: see "),
         ("time.sleep(600) if rank else sys.exit(7)", 1, "failed: rank 0 ended with exit code 7\n"),
         ("time.sleep(600) if rank else os.kill(os.getpid(), 9)", 1, "failed: rank 0 was killed "),
-        (BOTH_PRINTED + "raise ValueError('planted')", 1,
+        (GROUP + BOTH_PRINTED + "raise ValueError('planted')", 1,
          "failed: rank 1 ended with exit code 1: ValueError: planted (in "),
         ("os.kill(os.getpid(), 12)", 0, "done: see "),  # USR2, of which it knows nothing
         ("open(os.environ['TRAINKIT_JOB_DIR'] + '/stopped', 'w').close()", 1, "to resume it, copy /"),

@@ -11,6 +11,7 @@ import pytest
 from checkout import Checkout
 from cluster import RunningCluster
 
+from trainkit import job_folder
 from trainkit.jobs import why
 
 # Ranks that note that they have started, wait for each other, and then do what is planted for each.
@@ -203,8 +204,40 @@ Root Cause (first observed failure):
 BY_NCCL = "".join(GAVE_UP["2.15"].format(rank=rank) for rank in range(4))
 MEMORY = "was killed because memory ran out: ask for more --mem"
 SIGNALS = [f"rank 1 on n1 {MEMORY}", f"rank 3 on n2 {MEMORY}", "rank 0 on n1 died: Segmentation fault"]
+# The node whose rank failed first may print last, after the grace time of its others.
+BY_TWO_TORCHRUNS = """Root Cause (first observed failure):
+  time      : 2026-11-28_15:52:02
+  host      : n1
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 7)
+======
+Root Cause (first observed failure):
+  time      : 2026-11-28_15:51:58
+  host      : n2
+  rank      : 2 (local_rank: 0)
+  exitcode  : 3 (pid: 8)
+======
+srun: error: n2: task 1: Exited with exit code 1
+srun: error: n1: task 0: Killed
+"""
+NOT_MET = """error: the torchruns could not meet
+srun: error: n2: task 1: Exited with exit code 1
+srun: error: n1: task 0: Killed
+"""
+# srun may tell of the node first whose rank has lost the other one.
+LOST = """[rank1]: torch.distributed.DistBackendError: NCCL error (of 1)
+[rank2]: gloo.BadDataError: planted
+[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:561] Connection closed by peer
+srun: error: n1: tasks 0-1: Exited with exit code 1
+srun: error: n2: task 2: Exited with exit code 1
+"""
 LEFT = "srun: error: First task exited 60s ago\nsrun: error: n1: task 1: Killed\n"
 TOGETHER = "rank 1 on n1 was ended by srun, 60 s after another rank left: have all ranks end together"
+BY_TIME = ["rank 2 on n2 ended silently, with exit code 3", "rank 0 on n1 ended silently, with exit code 1"]
+FIRST_TO_EXIT = [
+    "torchrun 1 on n2 ended with exit code 1: error: the torchruns could not meet",
+    "torchrun 0 on n1 was killed (by hand, or because memory ran out: --mem)",
+]
 CODES = ["rank 2 on n2 died of signal SIGSEGV", "rank 0 on n1 ended silently, with exit code 3"]
 
 
@@ -214,6 +247,8 @@ CODES = ["rank 2 on n2 died of signal SIGSEGV", "rank 0 on n1 ended silently, wi
         ("srun", BY_SRUN, SIGNALS, 137),
         ("srun", LEFT, [TOGETHER], 137),
         ("torchrun", BY_TORCHRUN, CODES, 139),
+        ("torchrun", BY_TWO_TORCHRUNS, BY_TIME, 3),
+        ("torchrun", NOT_MET, FIRST_TO_EXIT, 1),
         ("", BY_NCCL, ["NCCL gave up after --timeout: rank 0,1,2,3 waited for each other"], 0),
     ],
 )
@@ -222,22 +257,61 @@ def test_what_launchers_and_nccl_print(
 ) -> None:
     for rank in range(4):
         (tmp_path / f"rank-{rank}.started").write_text(f"n{rank // 2 + 1}\n")
-    found = why.Evidence(tmp_path, printed.splitlines(), launcher).reasons()
+    found = why.Evidence(tmp_path, {0: printed.splitlines()}, launcher).reasons()
     assert [reason.text for reason in found] == reasons and found[0].exit_code == exit_code
     # What a rank could still say itself comes first.
     (tmp_path / "rank-5.failed").write_text("error on rank 5\n")
     for how, code in {"Exited with exit code 3": 3, "Aborted": 1, "Terminated": 1}.items():
         of_rank_5 = [f"srun: error: n3: task 5: {how}"] if launcher == "srun" else []
-        (first, *_) = why.Evidence(tmp_path, printed.splitlines() + of_rank_5, launcher).reasons()
+        (first, *_) = why.Evidence(tmp_path, {0: printed.splitlines() + of_rank_5}, launcher).reasons()
         assert first == why.Reason("error on rank 5", rank=5, exit_code=code if of_rank_5 else 1)
+
+
+def test_a_rank_that_lost_another_was_not_the_first(tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / f"rank-{rank}.started").touch()
+    found = why.Evidence(tmp_path, {0: LOST.splitlines()}, "srun").reasons()
+    assert [reason.rank for reason in found] == [2, 0, 1] and "BadDataError: planted" in found[0].text
+    (_, *others) = why.sentences(found)
+    assert others == [f"then    rank {rank} on n1 ended with exit code 1" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks", "remedy"),
+    [
+        ("torch.distributed.DistNetworkError: port: 29511, name: EADDRINUSE", 2, "--one-process-per-node"),
+        ("torch.distributed.DistNetworkError: port: 29511, name: EADDRINUSE", 1, ""),
+        ("RuntimeError: [enforce fail] Unable to find address for: ^lo", 1, "SITE_NETWORK_INTERFACE"),
+    ],
+)
+def test_what_to_do_about_an_error_of_a_plain_script(
+    error: str, ranks: int, remedy: str, tmp_path: Path
+) -> None:
+    (tmp_path / job_folder.PLAIN).touch()
+    for rank in range(ranks):
+        (tmp_path / f"rank-{rank}.started").touch()
+    printed = [error, "srun: error: n1: task 0: Exited with exit code 1"]
+    (found,) = why.Evidence(tmp_path, {0: printed}, "srun").reasons()
+    assert found.text.partition(error)[2].startswith(": " if remedy else "") and remedy in found.text
+    assert ("--one" in found.text or "SITE_" in found.text) == bool(remedy)
+
+
+@pytest.mark.parametrize("words", ["Invalid --no-kill specification", "Unable to create step for job 7: x"])
+def test_srun_that_starts_nothing_says_why(words: str, tmp_path: Path) -> None:
+    """But for what it says of a rank or a node that has failed."""
+    others = ["srun: error: n1: task 0: Killed", "srun: error: Node failure on n2"]
+    (found,) = why.Evidence(tmp_path, {0: [*others, f"srun: error: {words}"]}, "srun").reasons()
+    assert words in found.text and "SLURM_" in found.text
+    found, *_ = why.Evidence(tmp_path, {0: others}, "srun").reasons()
+    assert "SLURM_" not in found.text
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_a_command_that_is_not_there(launcher: str, tmp_path: Path) -> None:
     """In place of the ranks' Python; one that a rank has called itself is another matter."""
     printed = ["srun: error: n1: tasks 0-1: Exited with exit code 127"]
-    (found,) = why.Evidence(tmp_path, printed, launcher).reasons()
+    (found,) = why.Evidence(tmp_path, {0: printed}, launcher).reasons()
     assert "SITE_CONTAINER" in found.text
     (tmp_path / "rank-0.started").write_text("n1\n")
-    found, *_ = why.Evidence(tmp_path, printed, launcher).reasons()
-    assert found.text.startswith("rank 0 on n1 ended silently")
+    found, *_ = why.Evidence(tmp_path, {0: printed}, launcher).reasons()
+    assert re.match("(rank|torchrun) 0 on n1 ended silently", found.text)

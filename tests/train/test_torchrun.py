@@ -115,3 +115,28 @@ def test_our_torchrun_ends_while_it_waits_for_another_machine(tmp_path: Path) ->
         process.send_signal(number)
     process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_the_torchruns_of_a_job_meet_whatever_slurm_calls_its_nodes(tmp_path: Path) -> None:
+    """A node's name has no address, and comes before that of the first, by which torchrun numbers them.
+
+    Then a rank of the first node fails; the other node does not fill the log with frames of C++.
+    """
+    script = tmp_path / "met.py"
+    script.write_text("""
+import os, sys, time
+print(*(os.environ.get(name) for name in ("GROUP_RANK", "MASTER_ADDR", "TORCH_CPP_LOG_LEVEL")), flush=True)
+time.sleep(10 * int(os.environ["SLURM_NODEID"]))
+sys.exit(3)
+""")
+    endpoint = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}")
+    command = [sys.executable, "-m", "trainkit.distributed.torchrun", "--nnodes=2", *endpoint, script]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    nodes = []
+    for number in range(2):
+        of_job = {"MASTER_ADDR": "localhost", "SLURM_NODEID": str(number), "SLURMD_NODENAME": f"a{number}"}
+        nodes.append(subprocess.Popen(command, env=ENVIRONMENT | of_job, **pipes))
+    for number, node in enumerate(nodes):
+        output, complaint = node.communicate(timeout=300)
+        assert output == f"{number} localhost None\n", complaint
+        assert "frame #0" not in complaint

@@ -3,6 +3,7 @@
 What Slurm says was recorded on the practice cluster, at the end of the job script, by three releases.
 """
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ from conftest import ENVIRONMENT, ran, succeeded
 
 from trainkit import job_folder
 from trainkit.jobs import ending as of_a_job
+from trainkit.jobs import slurm
 from trainkit.jobs.ending import Ending, SlurmFacts
 from trainkit.jobs.why import Evidence
+from trainkit.record import samples
 
 RECORDED = Path(__file__).parent / "scontrol"
 RELEASES = ("22.05", "24.11", "26.05")
@@ -35,7 +38,7 @@ def facts(release: str, situation: str) -> SlurmFacts:
 def end(
     folder: Path, facts: SlurmFacts, ending: Ending, printed: tuple[str, ...] = (), launcher: str = "srun"
 ) -> job_folder.Outcome:
-    return of_a_job.end(facts, folder, ending, Evidence(folder, printed, launcher))
+    return of_a_job.end(facts, folder, ending, Evidence(folder, {0: list(printed)}, launcher))
 
 
 def test_what_slurm_says(release: str) -> None:
@@ -261,3 +264,29 @@ def test_the_outcome_is_kept(tmp_path: Path) -> None:
     assert job_folder.read_outcome(tmp_path) == outcome
     (tmp_path / "outcome.json").write_text('{"exit_code": 0}')
     assert job_folder.read_outcome(tmp_path) is None
+
+
+def find_stalled_ranks(folder: Path, until_the_end: bool) -> None:
+    """Write the verdict of a job whose ranks did nothing."""
+    evidence = {"seconds": 116.0, "cause": "unknown", "until_the_end": until_the_end}
+    slow = {"kind": samples.STALLED_RANK, "evidence": {"times_as_long": 2.0}, "sentence": "rank 0 is slow"}
+    silent = slow | {"evidence": evidence, "sentence": "rank 1 did nothing"}
+    (folder / samples.FOLDER).mkdir(exist_ok=True)
+    (folder / samples.FOLDER / samples.VERDICT).write_text(json.dumps({"findings": [slow, silent]}))
+
+
+def test_a_job_that_hung_until_its_limit_needs_no_more_time(release: str, tmp_path: Path) -> None:
+    """The first failure that a rank tells comes before it; of a job that went on, Slurm's reason stays."""
+    find_stalled_ranks(tmp_path, until_the_end=True)
+    ending, at_limit = Ending(143, from_outside=True), facts(release, "time_limit")
+    hung = end(tmp_path, at_limit, ending)
+    assert "rank 1 did nothing" in hung.why[0] and any("rank 1 did nothing" in line for line in hung.said)
+    # Ranks that outlive SIGTERM leave the job script no time for an outcome.
+    for outcome in (hung, None, replace(hung, why=[])):
+        told = of_a_job.reason(tmp_path, outcome, slurm.TIMEOUT)
+        assert "rank 1 did nothing" in told and "--time" not in told
+    assert of_a_job.reason(tmp_path, replace(hung, why=["rank 2 failed"]), slurm.TIMEOUT) == "rank 2 failed"
+    assert end(tmp_path, facts(release, "scancel"), ending).why == []
+    find_stalled_ranks(tmp_path, until_the_end=False)
+    assert end(tmp_path, at_limit, ending).why == []
+    assert "--time" in of_a_job.reason(tmp_path, None, slurm.TIMEOUT)

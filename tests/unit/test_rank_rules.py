@@ -106,12 +106,16 @@ def test_a_record_without_samples_of_its_ranks(make_job: MakeJob) -> None:
 def test_a_rank_that_does_nothing(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, cells: Row, numbers: str, cause: PauseCause
 ) -> None:
-    """While the GPU of the other one is full of kernels that wait for it; or no rank does anything."""
-    monkeypatch.setattr(rank_rules, "PAUSE_SECONDS", 15)
+    """While the GPU of the other one is full of kernels that wait for it; or no rank does anything.
+
+    First it goes on after a while, and then it does nothing until the end, as in a job that hangs.
+    """
+    monkeypatch.setattr(rank_rules, "PAUSE_SECONDS", 12)
     folder = make_job([Gpu(power_w=110, utilisation=100), FULL], record=False)
 
-    def stall(row: Row) -> Row:
-        if float(row["time"]) < traces.BEGAN_AT_SECONDS + 25 or row["what"] == samples.NODE:
+    def stall(row: Row, last_second: float) -> Row:
+        is_over = not 25 <= float(row["time"]) - traces.BEGAN_AT_SECONDS <= last_second
+        if is_over or row["what"] == samples.NODE:
             return row
         if row["number"] not in numbers:
             return row
@@ -119,10 +123,12 @@ def test_a_rank_that_does_nothing(
             return row | {"power_w": "70", "utilisation": "0"}
         return row | cells
 
-    change(folder, stall)
+    change(folder, partial(stall, last_second=38))
+    assert not evidence_of(folder, "stalled_rank").until_the_end
+    change(folder, partial(stall, last_second=math.inf))
     issue = judge(folder).findings[0]
     assert issue.kind == "stalled_rank" and issue.evidence.cause is cause
-    assert 20 <= issue.evidence.seconds < 30
+    assert 20 <= issue.evidence.seconds < 30 and issue.evidence.until_the_end
     assert issue.locations == [RankId("n1", int(number)) for number in numbers]
 
 

@@ -18,7 +18,7 @@ from trainkit import job_folder
 from trainkit.config.command_line import Parser, at_least, given, given_path
 from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.files import explained
-from trainkit.jobs import local, why
+from trainkit.jobs import job_log, local, why
 from trainkit.jobs.site import read_site
 from trainkit.monitor import watch
 from trainkit.record import samples
@@ -130,6 +130,7 @@ def _sample_job_here(folder: Path, job_id: str) -> None:
     watch.sample_job_here(folder, f"job {job_id}", partial(local.has_ended, job_id, job))
     has_failed = job_folder.notes(job, "started", "failed", "lost") and job_folder.stopped(job) is None
     if has_failed:
-        reasons = why.Evidence(job, (), log=job / f"{job_id}_0_log.out").reasons()
+        log = job / f"{job_id}_0_log.out"
+        reasons = why.Evidence(job, job_log.read(log), log=log).reasons()
         for sentence in why.sentences(reasons):
             print_line(sentence)

@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 import psutil
 
 from trainkit.distributed import launchers, meeting, names
-from trainkit.errors import fail
+from trainkit.errors import print_line
 from trainkit.signals import STOP_SIGNALS, hears
 
 # From SIGTERM on, for ranks to start that can answer it: Slurm kills after 30 seconds.
@@ -30,6 +31,8 @@ LOOK_FOR_RANKS_SECONDS = 0.1
 BEFORE_RANKS_SECONDS = 1
 WITH_RANKS_SECONDS = 3600
 
+ranks_have_started = threading.Event()
+
 
 def main() -> None:
     """Run torchrun, and exit as the ranks do."""
@@ -37,21 +40,35 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_forward_signals, daemon=True).start()
     sys.argv[1:1] = _options_of_the_job(sys.argv)
+    # When the torchrun of another node has ended, after a rank of its own, this one would print a page of C++
+    # frames every 5 seconds. Importing PyTorch reads the variable, which is not for the ranks.
+    ranks_variables = dict(os.environ)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import run  # takes seconds, in which a signal may come
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+    os.environ.clear()
+    os.environ.update(ranks_variables)
     try:
         run.main()
     except SignalException as end:  # which the ranks have had, too
         os._exit(128 + end.sigval)
     except (RendezvousConnectionError, socket.gaierror) as error:
-        fail(_why_not_met(error.__cause__ or error))
+        if ranks_have_started.is_set():
+            _fail("the torchrun of the first node has ended: if one of its ranks failed, that is the reason.")
+        _fail(_why_not_met(error.__cause__ or error))
     except RendezvousTimeoutError:
-        fail(
+        _fail(
             "not all torchruns came to --rdzv-endpoint in time: see whether the one of another node has "
             "reported an error; if it was only slow, give more --rdzv-conf=join_timeout (seconds)."
         )
+
+
+def _fail(text: str) -> NoReturn:
+    """End this process with an error, without the note of a rank: it is none, though srun has numbered it."""
+    print_line(f"\nerror: {text}", sys.stderr)
+    os._exit(1)
 
 
 def _why_not_met(error: BaseException) -> str:
@@ -76,6 +93,11 @@ def _options_of_the_job(arguments: Sequence[str]) -> list[str]:
     connect to (`_matches_machine_hostname` in its sources), and tells the ranks the hostname of the first
     (`RendezvousStoreInfo`). But it may not be the name that Slurm has for the node, or, as on Debian, an
     address that means another machine elsewhere.
+
+    The first is the one whose --local-addr comes first in the alphabet (`_mark_rendezvous_complete`), and
+    nobody uses what the others say. So all begin with the address at which the job meets, the only one that
+    is known to work, and go on with the number of their node. (Seen: a node that Slurm calls n2, a name that
+    has no address, came before the first one, which was to be met at z1.)
     """
     node_number = os.environ.get("SLURM_NODEID")
     master = os.environ.get("MASTER_ADDR")
@@ -84,7 +106,7 @@ def _options_of_the_job(arguments: Sequence[str]) -> list[str]:
         return []
     if node_number == "0":
         return ["--rdzv-conf=is_host=1", f"--local-addr={master}"]
-    return ["--rdzv-conf=is_host=0", f"--local-addr={launchers.node()}"]
+    return ["--rdzv-conf=is_host=0", f"--local-addr={master} node {int(node_number):06} {launchers.node()}"]
 
 
 def _forward_signals() -> None:
@@ -94,9 +116,8 @@ def _forward_signals() -> None:
     """
     pending: list[int] = []
     deadline = math.inf
-    ranks_have_started = False
     while True:
-        number = _next_signal(_seconds_to_wait(pending, ranks_have_started))
+        number = _next_signal(_seconds_to_wait(pending))
         if number is not None:
             pending.append(number)
         if number == signal.SIGTERM:
@@ -107,15 +128,15 @@ def _forward_signals() -> None:
                 for number in pending:
                     _send(rank, number)
             pending = []
-            ranks_have_started = True
-        elif not ranks_have_started and time.monotonic() > deadline:
+            ranks_have_started.set()
+        elif not ranks_have_started.is_set() and time.monotonic() > deadline:
             os._exit(128 + signal.SIGTERM)
 
 
-def _seconds_to_wait(pending: Sequence[int], ranks_have_started: bool) -> float:
+def _seconds_to_wait(pending: Sequence[int]) -> float:
     if pending:
         return LOOK_FOR_RANKS_SECONDS
-    return WITH_RANKS_SECONDS if ranks_have_started else BEFORE_RANKS_SECONDS
+    return WITH_RANKS_SECONDS if ranks_have_started.is_set() else BEFORE_RANKS_SECONDS
 
 
 def _next_signal(timeout: float) -> int | None:

@@ -11,6 +11,7 @@ from trainkit import job_folder
 from trainkit.job_folder import Outcome
 from trainkit.jobs import slurm, why
 from trainkit.jobs.why import Evidence, Reason
+from trainkit.record import samples
 
 SOON_SECONDS = 300  # a job that fails in its first five minutes might do so again and again
 
@@ -172,12 +173,14 @@ def _verdict(
         return Verdict(code, [stays], why.sentences([stays]))
 
     if ending.from_outside and not ending.requeued:
-        said = [
+        hang = _hang(folder) if facts.at_time_limit else ""
+        reasons = [Reason(hang)] if hang else []
+        said = why.sentences(reasons) or [
             "ended from outside: by scancel, scontrol requeue, preemption, the time limit or a failed node"
         ]
         if saved or _has_checkpoints(folder):
             said.append(f"if it does not come back by itself, {again}")
-        return Verdict(code, [], said)
+        return Verdict(code, reasons, said)
 
     if code and preempted and not ending.requeued:
         # Newer Slurm (seen: 24.11, 26.05) brings it back, whatever its exit code; 22.05 does not.
@@ -203,6 +206,30 @@ def _after_a_failure(folder: Path, ending: Ending, saved: str | None) -> list[st
     if _has_checkpoints(folder):
         return [f"it has checkpoints: to resume from them, {again}"]
     return []
+
+
+def reason(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:
+    """Return why a job has failed: by its outcome, by its monitor, or by its state in Slurm; "" if unknown.
+
+    A job script whose ranks outlive SIGTERM is killed at the time limit, before it can leave an outcome.
+    """
+    by_slurm = slurm.FAILED.get(state_in_slurm, "")
+    if outcome and outcome.why:
+        if state_in_slurm == slurm.OUT_OF_MEMORY:  # a rank that was killed can only guess
+            return f"{outcome.why[0]}; {by_slurm}"
+        return outcome.why[0]
+    if state_in_slurm == slurm.TIMEOUT:
+        return _hang(folder) or by_slurm
+    return by_slurm
+
+
+def _hang(folder: Path) -> str:
+    """Return why more time would not have helped a job at its limit; "" if its monitor saw no hang.
+
+    Seen: a script that took LOCAL_RANK for its rank waited until the limit, and was told to ask for more.
+    """
+    sentence = samples.hang(folder / samples.FOLDER)
+    return f"it hung until its time limit: {sentence}" if sentence else ""
 
 
 def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:

@@ -8,7 +8,6 @@ that it asks `sacct`, which many clusters do not have.
 
 import math
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -23,7 +22,8 @@ from typing import ClassVar, NamedTuple
 from trainkit import job_folder
 from trainkit.errors import UserError, print_line
 from trainkit.job_folder import Outcome
-from trainkit.jobs import slurm
+from trainkit.jobs import ending, job_log, slurm
+from trainkit.jobs.job_log import MOST_OF_A_LOG_BYTES
 from trainkit.jobs.site import SHARED_FOLDERS_FIX
 from trainkit.jobs.slurm import COMPLETED, FAILED, GONE, PREEMPTED, QUEUED, UNKNOWN, JobStatus
 from trainkit.jobs.why import Evidence
@@ -33,8 +33,6 @@ from trainkit.record import samples
 PEERS_SECONDS = 2
 # A shared file system may show the outcome of a job that has ended so much later.
 OUTCOME_SECONDS = 60
-# Only so much of the end of a log is read at a time.
-MOST_OF_A_LOG_BYTES = 2**24
 # Between questions to Slurm's controller, which answers everybody who waits for a job.
 ASK_SECONDS = 15
 # Slurm may not answer for so long: its daemon may be restarting.
@@ -44,9 +42,6 @@ NEVER_STARTS_SECONDS = 600
 
 # What is said of a job without a log: its node has not seen the folder, or has one of its own by that name.
 NO_LOG = "it has left no log in {folder}, so its nodes do not see that folder"
-
-# The last words of a job script and of a Python program. The first pattern that a log has counts.
-LAST_WORDS = (r"error.*: .*", r"(?:\w+\.)*\w+(?:Error|Exception): .*", r"(?:srun|slurmstepd): error: .*")
 
 
 class State(NamedTuple):
@@ -159,25 +154,8 @@ class Handle:
         return State("running", progress)
 
     def _done(self) -> State:
-        where = [line for line in last_lines(self.log) if line.startswith("results: ")]
+        where = [line for line in job_log.last_lines(self.log) if line.startswith("results: ")]
         return State("done", where[-1] if where else f"see {self.log}")
-
-    def _last_words(self) -> str | None:
-        """Return the error that a log ends with, if there is no better reason.
-
-        The log of rank 0 comes first, and of a log the last line that is an error: a job that has come back
-        from the queue also has those of its earlier starts.
-        """
-        logs = [last_lines(log) for log in self._logs()]
-        for pattern in LAST_WORDS:
-            for lines in logs:
-                for line in reversed(lines):
-                    if re.match(pattern, line):
-                        return line
-        return None
-
-    def _logs(self) -> list[Path]:
-        return sorted({self.log, *self.log.parent.glob(f"{self.job_id}_*_log.out")})
 
 
 @dataclass
@@ -345,13 +323,10 @@ class SlurmHandle(Handle):
 
     def _failed(self, outcome: Outcome | None) -> State:
         state = self.status.state
-        reasons = outcome.why[:1] if outcome else []
-        if FAILED[state]:
-            reasons.append(FAILED[state])
-        detail = "; ".join(reasons) or self._last_words()
-        if detail is None and self.left_no_log:
+        detail = ending.reason(self.folder, outcome, state) or job_log.last_error(job_log.read(self.log))
+        if not detail and self.left_no_log:
             detail = self._no_log
-        elif detail is None:
+        elif not detail:
             detail = f"Slurm gives the reason {self.status.reason or state}; see {self.log}"
         return State("failed", detail)
 
@@ -432,11 +407,11 @@ class LocalHandle(Handle):
 
     def _why(self) -> str:
         """Return why it failed."""
-        lines = [line for log in self._logs() for line in last_lines(log)]
-        reasons = Evidence(self.folder, lines, log=self.log).reasons()
+        logs = job_log.read(self.log)
+        reasons = Evidence(self.folder, logs, log=self.log).reasons()
         if reasons:
             return reasons[0].text
-        last_words = self._last_words()
+        last_words = job_log.last_error(logs)
         if last_words:
             return last_words
         if any(self.folder.glob("rank-*")):
@@ -496,13 +471,3 @@ def follow(handle: Handle) -> int:
         return 1
     print_line(f"done: {state.detail}")
     return 0
-
-
-def last_lines(log: Path) -> list[str]:
-    """Return the last lines of a log, which may be long; none if it is not there."""
-    if not log.is_file():
-        return []
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - MOST_OF_A_LOG_BYTES))
-        return file.read(MOST_OF_A_LOG_BYTES).decode(errors="replace").splitlines()

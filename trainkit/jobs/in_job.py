@@ -5,8 +5,8 @@
     python -m trainkit.jobs.in_job back ...    prints yes or no: may it go back to the queue? (ending.py)
     python -m trainkit.jobs.in_job end ...     prints its exit code, then its last lines (ending.py)
 
-What the ranks and their launcher have printed in this start is the input. `end` also keeps the outcome in the
-job's folder (`job_folder.Outcome`). It needs no packages.
+The end of what the ranks and their launcher have printed in this start is the input (job_log.py). `end` also
+keeps the outcome in the job's folder (`job_folder.Outcome`). It needs no packages.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from trainkit import job_folder
 from trainkit.errors import UserError, print_line
 from trainkit.job_folder import Script
-from trainkit.jobs import beginning, ending, slurm, why
+from trainkit.jobs import beginning, ending, job_log, slurm, why
 from trainkit.jobs.beginning import Beginning
 from trainkit.jobs.ending import Ending, SlurmFacts
 from trainkit.jobs.program import parse
@@ -132,10 +132,8 @@ def _end(options: argparse.Namespace) -> str:
     if not how.begun and not how.restart:
         with suppress(OSError):
             job_folder.set_aside(options.folder)
-    printed = (line.decode(errors="replace").rstrip("\n") for line in sys.stdin.buffer)
-    evidence = why.Evidence(
-        options.folder, printed, launcher=options.launcher, log=options.log, first_start=how.restart == 0
-    )
+    logs = job_log.parse(sys.stdin.buffer.read())
+    evidence = why.Evidence(options.folder, logs, launcher=options.launcher, log=options.log)
     outcome = ending.end(facts, options.folder, how, evidence)
     if outcome.well and ending.has_nothing_left_to_do(facts, options.folder, how):
         job_folder.note_end_for_good(options.folder)

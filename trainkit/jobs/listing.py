@@ -11,10 +11,11 @@ from pathlib import Path
 
 from trainkit import job_folder
 from trainkit.job_folder import Outcome, Script
-from trainkit.jobs import beginning, local, slurm
+from trainkit.jobs import beginning, ending, job_log, local, slurm
 from trainkit.jobs.site import Site
 from trainkit.jobs.slurm import JobStatus
 from trainkit.jobs.stages import REPOSITORY
+from trainkit.jobs.why import Evidence
 from trainkit.record import samples
 
 # The longest script with its arguments that a row shows, in characters.
@@ -103,7 +104,7 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     elif outcome and outcome.saved is not None and not outcome.why:
         state, note = "stopped", f"its checkpoints are in {outcome.saved}"
     else:
-        state, note = "failed", _why(outcome, state_in_slurm)
+        state, note = "failed", _why(folder, outcome, state_in_slurm)
     script = job_folder.read_script(folder)
     shown_number = script.number_in_slurm(number) if script else number
     return Listed(shown_number, _script_words(script), state, seconds, restarts, note)
@@ -124,18 +125,18 @@ def _of_this_machine(number: str, folder: Path) -> Listed:
             state, note = "stopped", f"its checkpoints are in {job_folder.stopped(folder)}"
         elif failed or not ended:
             state = "failed"
-            first = folder / (job_folder.first_failed(folder) or "none")
-            note = job_folder.read(first).partition("\n")[0]
+            logs = job_log.read(folder / f"{number}_0_log.out")
+            reasons = Evidence(folder, logs).reasons()
+            note = reasons[0].text if reasons else ""
     seconds = None if until is None else until - began
     return Listed(number, _script_words(job_folder.read_script(folder)), state, seconds, note=note)
 
 
-def _why(outcome: Outcome | None, state_in_slurm: str) -> str:
+def _why(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:
     """Return why a job has failed: by its outcome, else by Slurm, else its exit code."""
-    if outcome and outcome.why:
-        return outcome.why[0]
-    if state_in_slurm != slurm.GONE and slurm.FAILED.get(state_in_slurm):
-        return slurm.FAILED[state_in_slurm]
+    told = ending.reason(folder, outcome, "" if state_in_slurm == slurm.GONE else state_in_slurm)
+    if told:
+        return told
     return f"exit code {outcome.exit_code}" if outcome else "it ended before it could say why"
 
 

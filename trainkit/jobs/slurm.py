@@ -33,15 +33,17 @@ QUEUED = (
 )
 COMPLETED = "COMPLETED"
 PREEMPTED = "PREEMPTED"
+OUT_OF_MEMORY = "OUT_OF_MEMORY"
+TIMEOUT = "TIMEOUT"
 # Two of our own: Slurm does not answer, and Slurm has forgotten the job.
 UNKNOWN = "UNKNOWN"
 GONE = "GONE"
 # States of a job that has failed, and what to say of it.
 FAILED = {
     "FAILED": "",  # the ranks' notes and logs give the reason
-    "TIMEOUT": "it reached its time limit: give more --time",
+    TIMEOUT: "it reached its time limit: give more --time",
     "CANCELLED": "it was cancelled",
-    "OUT_OF_MEMORY": "it needed more memory than it had asked for: export SBATCH_MEM_PER_NODE, e.g. as 32G",
+    OUT_OF_MEMORY: "it needed more memory than it had asked for: export SBATCH_MEM_PER_NODE, e.g. as 32G",
     "NODE_FAIL": "one of its nodes failed: submit it again",
     "BOOT_FAIL": "one of its nodes did not boot: submit it again",
     PREEMPTED: "a job of higher priority took its place: submit it again",

@@ -14,17 +14,11 @@ from pathlib import Path
 
 from trainkit import job_folder
 from trainkit.files import replacing
-from trainkit.jobs.following import Handle, LocalHandle, last_lines
+from trainkit.jobs import job_log
+from trainkit.jobs.following import Handle, LocalHandle
 
 # In the folder of a run; in that of the sweep.
 ROW, TABLE = "ended.json", "sweep.csv"
-# Words with which the kit's own last lines in a log begin (slurm/job_env.sh, jobs/ending.py), and those that
-# srun adds.
-LAST_WORDS_OF_THE_KIT = re.compile(
-    r"(watch|why|ended) {3,}|stopped; back to the queue|srun: |slurmstepd\S*: "
-)
-# Those with which its first lines end.
-FIRST_WORDS_OF_THE_KIT = re.compile(r"script {2}|python {2}|code {4}")
 # Of the last line of a log, in characters: the whole is in the CSV.
 MOST_OF_A_LINE = 60
 
@@ -66,16 +60,18 @@ def measured(handle: Handle) -> Measured:
     """Return what is known of a job that has ended."""
     if isinstance(handle, LocalHandle):
         rank = next(iter(job_folder.notes(handle.folder, "failed")), 0)
-        return Measured(_seconds_here(handle.folder), _exit_code_here(handle), last_line(_log(handle, rank)))
+        return Measured(
+            _seconds_here(handle.folder), _exit_code_here(handle), job_log.last_line(_log(handle, rank))
+        )
     outcome = job_folder.read_outcome(handle.folder)
     if outcome is None:
-        return Measured(None, None, last_line(_log(handle, 0)))
+        return Measured(None, None, job_log.last_line(_log(handle, 0)))
     lines = _log(handle, outcome.failed_rank or 0)
-    return Measured(outcome.seconds, outcome.exit_code, last_line(lines, said=outcome.said))
+    return Measured(outcome.seconds, outcome.exit_code, job_log.last_line(lines, said=outcome.said))
 
 
 def _log(handle: Handle, rank: int) -> list[str]:
-    return last_lines(handle.log.with_name(f"{handle.job_id}_{rank}_log.out"))
+    return job_log.last_lines(handle.log.with_name(f"{handle.job_id}_{rank}_log.out"))
 
 
 def _seconds_here(folder: Path) -> float | None:
@@ -95,23 +91,6 @@ def _exit_code_here(handle: LocalHandle) -> int | None:
     # jobs/plain.py writes it.
     code = re.search(r"exit code (\d+)", job_folder.read(note))
     return int(code[1]) if code else None
-
-
-def last_line(lines: Sequence[str], said: Sequence[str] = ()) -> str:
-    """Return the last line that the script has printed; "" if it has printed none.
-
-    Args:
-        lines: of its log.
-        said: the lines that the kit has added at the end, besides those with its own first word.
-    """
-    for line in reversed(lines):
-        # A progress bar writes over its line.
-        text = line.rstrip("\r").rpartition("\r")[2].strip()
-        if FIRST_WORDS_OF_THE_KIT.match(text):
-            return ""
-        if text and text not in said and not LAST_WORDS_OF_THE_KIT.match(text):
-            return text
-    return ""
 
 
 def keep(folder: Path, row: Row) -> None:

@@ -5,16 +5,18 @@ It reads the notes of the ranks (job_folder.py), and the output of srun, torchru
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from trainkit import job_folder
+from trainkit.errors import DISTRIBUTED
+from trainkit.jobs import job_log
 from trainkit.ranges import parse_ranges
 
 # srun reports its tasks: the ranks, or torchruns, which report their ranks, the first to die last.
 OF_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
-OF_TORCHRUN = re.compile(r"  host +: (\S+).*\n  rank +: (\d+).*\n  exitcode +: (\S+)")
+OF_TORCHRUN = re.compile(r"(?:  time +: (\S+).*\n)?  host +: (\S+).*\n  rank +: (\d+).*\n  exitcode +: (\S+)")
 EXITED = re.compile(r"(?:Exited with exit code )?(\d+)")  # in the words of either
 ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
 # NCCL aborts the ranks that have waited for --timeout. The one they waited for prints nothing.
@@ -22,18 +24,22 @@ TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeo
 LEFT = re.compile(r"srun: error: First task exited (\d+)s ago")  # by --wait of the job scripts
 ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
 NODE_FAILED = "srun: error: Node failure on "
-NO_STEP = re.compile(r"srun: error: (Unable to create step.*)")
+# What srun says where it starts nothing: of the step, or of an option or a variable (seen: SLURM_NO_KILL=1,
+# SLURM_ACCTG_FREQ=often). A line on a task, or on the end of a step that has begun, is none of these.
+NO_STEP = re.compile(
+    r"srun: (?:error|fatal): (?!\S+: tasks? |Node failure|First task|Timed out|.*launch/slurm)(.+)"
+)
 NO_COMMAND = re.compile(r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code 12[67]")  # by bash, or env
 # How Python ends that is not the one in which the packages were installed.
 NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 CLUES = re.compile(
-    r"srun: error: |  (host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )|ModuleNotFoundError"
+    r"srun: (error|fatal): |  (time|host|rank|exitcode) +: |Root Cause|===|Rank \d+\] (Watch|Process )"
+    r"|ModuleNotFoundError"
 )
 MOST_REASONS = 9  # that are printed
 OWN_LOG = "_0_log.out"  # how the name of submitit's log of rank 0 ends
-# How an exception's traceback ends, and an error in a sentence.
-LAST_WORDS = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?:: .*)?$|error(?: on rank \d+)?: .*")
-MOST_OF_A_LOG = 2**20  # bytes of its end in which a rank's last words are looked for
+# How a rank ends that another one has left, in the words of gloo and of PyTorch's store.
+LOST_A_PEER = re.compile(rf": (RuntimeError: .*gloo|(torch\.distributed\.)?({'|'.join(DISTRIBUTED)}): )")
 
 
 class Reason(NamedTuple):
@@ -49,26 +55,24 @@ class Evidence:
 
     Args:
         folder: the job's own.
-        printed: the lines of its logs, from this start.
+        logs: the last lines of its logs, from this start, by rank: those of job_log.py.
         launcher: what started the ranks: srun, torchrun, or "" on this machine without Slurm.
         log: the log of rank 0. If it is one of submitit's, each rank has its own beside it.
-        first_start: its logs have nothing of an earlier start.
     """
 
     def __init__(
         self,
         folder: Path,
-        printed: Iterable[str],
+        logs: Mapping[int, Sequence[str]],
         launcher: str = "",
         log: Path | None = None,
-        first_start: bool = True,
     ) -> None:
         self._folder = folder
         self._launcher = launcher
+        self._logs = logs
         self._log = log
-        self._first_start = first_start
-        # A log may have millions of other lines.
-        self._lines = [line for line in printed if CLUES.search(line)]
+        # A log may have many other lines.
+        self._lines = [line for lines in logs.values() for line in lines if CLUES.search(line)]
         left = (LEFT.search(line) for line in self._lines)
         self._left = next((found for found in left if found), None)
         silent = job_folder.notes(folder, "started")
@@ -93,8 +97,12 @@ class Evidence:
                 return [never_started]
         reasons = (self._noted_by_a_rank(), *self._deaths(), self._gave_up())
         found = list(dict.fromkeys(reason for reason in reasons if reason))
+        if not found:
+            found = list(dict.fromkeys(self._exited_torchruns()))
         if found:
-            return [self._with_its_output(reason) for reason in found]
+            told = [self._with_its_output(reason) for reason in found]
+            # Two ranks may end within a moment. The one that says that it lost another was not the first.
+            return sorted(told, key=lambda reason: LOST_A_PEER.search(reason.text) is not None)
         if self._nodes:
             how = "by hand, at its time limit, or because memory ran out"
             if self._launcher:
@@ -110,7 +118,9 @@ class Evidence:
         for line in self._lines:
             refused = NO_STEP.match(line)
             if refused:
-                asks = "in the #SBATCH lines, by sbatch or in slurm/site.sh"
+                asks = (
+                    "in the #SBATCH lines, by sbatch, by a SLURM_ variable of your shell or in slurm/site.sh"
+                )
                 return Reason(
                     f"srun starts nothing in this job ({refused[1]}): correct what the job asks for {asks}"
                 )
@@ -145,25 +155,42 @@ class Evidence:
         """Return how the ranks ended: srun's word, or torchrun's exit code."""
         printed = "\n".join(self._lines)
         if self._launcher == "torchrun":
-            return {int(rank): how for _, rank, how in OF_TORCHRUN.findall(printed)}
+            return {int(rank): how for _, _, rank, how in OF_TORCHRUN.findall(printed)}
         return {task: how for _, tasks, how in OF_SRUN.findall(printed) for task in parse_ranges(tasks)}
 
     def _deaths(self) -> Iterator[Reason | None]:
-        """Yield the deaths that no rank could report itself, in order; torchrun prints the first one last."""
+        """Yield the deaths that no rank could report itself, in order.
+
+        The torchrun of each node prints last which of its ranks was the first to die.
+        """
         ended = job_folder.notes(self._folder, "finished", "failed", "lost")
         printed = "\n".join(self._lines)
-        root_cause_first = "\n".join([*ROOT_CAUSE.findall(printed), printed])
-        for node, rank, how in OF_TORCHRUN.findall(root_cause_first):
+        root_causes = OF_TORCHRUN.findall("\n".join(ROOT_CAUSE.findall(printed)))
+        root_causes.sort(key=lambda cause: cause[0])
+        for _, node, rank, how in (*root_causes, *OF_TORCHRUN.findall(printed)):
             if int(rank) not in ended:
                 yield self._died(int(rank), node, how)
         for node, tasks, how in OF_SRUN.findall(printed):
+            if self._launcher == "torchrun":
+                if how.startswith("Exited"):  # a rank of it has failed, and srun then ends the others
+                    return
+                yield from self._died_torchruns(node, tasks, how)
+                continue
             for task in parse_ranges(tasks):
-                if self._launcher == "torchrun":
-                    if not how.startswith(("Exited", "Terminated")):
-                        words = f"torchrun {task} on {node} {_in_words(how)}"
-                        yield Reason(words, exit_code=_exit_code(how))
-                elif task not in ended:
+                if task not in ended:
                     yield self._died(task, node, how)
+
+    def _died_torchruns(self, node: str, tasks: str, how: str) -> Iterator[Reason]:
+        if how.startswith("Terminated"):
+            return
+        for task in parse_ranges(tasks):
+            yield Reason(f"torchrun {task} on {node} {_in_words(how)}", exit_code=_exit_code(how))
+
+    def _exited_torchruns(self) -> Iterator[Reason]:
+        """Yield how torchruns ended that tell of no rank: they did not meet, for instance."""
+        if self._launcher == "torchrun":
+            for node, tasks, how in OF_SRUN.findall("\n".join(self._lines)):
+                yield from self._died_torchruns(node, tasks, how)
 
     def _died(self, rank: int, node: str, how: str) -> Reason | None:
         """Return a clause on a rank's death; `how` is srun's word, or torchrun's exit code."""
@@ -201,16 +228,17 @@ class Evidence:
         return Reason(reason, first, _exit_code(self._ends().get(first, "")))
 
     def _with_its_output(self, reason: Reason) -> Reason:
-        """Add the error that a script has printed which leaves no note of it, and name the log it is in."""
-        if self._log is None or reason.rank is None or not self._log.name.endswith(OWN_LOG):
-            return reason
-        log = self._log.with_name(f"{self._log.name.removesuffix(OWN_LOG)}_{reason.rank}_log.out")
+        """Add the error that was printed, if no note has it, and name the rank's log if it has its own."""
         text = reason.text
-        if self._is_plain and self._first_start and re.search(r"exit code \d+$", text):
-            words = _last_words(log)
-            text += f": {words}" if words else ""
-        if reason.rank and log.is_file():  # that of rank 0 is the job's
-            text += f" (in {log.name})"
+        if re.search(r"exit code \d+$", text):
+            ranks = len(job_folder.notes(self._folder, *job_folder.STATES))
+            error = job_log.error_of(reason.rank, self._logs, ranks)
+            if error:
+                remedy = _remedy(error, ranks) if self._is_plain else ""
+                text = f"{text.replace(' silently,', '')}: {error}{remedy}"
+        if self._log and self._log.name.endswith(OWN_LOG) and reason.rank in self._logs and reason.rank:
+            # That of rank 0 is the job's.
+            text += f" (in {self._log.name.removesuffix(OWN_LOG)}_{reason.rank}_log.out)"
         return reason._replace(text=text)
 
     def _names(self, ranks: Iterable[int]) -> str:
@@ -218,6 +246,17 @@ class Evidence:
             return ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in ranks)
         names = ", ".join(map(str, ranks))
         return f"rank {names}" if names else ""
+
+
+def _remedy(error: str, ranks: int) -> str:
+    """Return what to do about an error of a script that does not use the kit; "" if that is not known."""
+    # Each of two tasks ran a script that starts the ranks of a node itself (slurm/README.md).
+    if "EADDRINUSE" in error and ranks > 1:
+        return ": if the script starts its ranks itself, submit it with --one-process-per-node"
+    # gloo wants the name of an interface: github.com/aws-samples/aws-do-eks/pull/51.
+    if "Unable to find address for" in error:
+        return ": correct SITE_NETWORK_INTERFACE in slurm/site.sh, or GLOO_SOCKET_IFNAME"
+    return ""
 
 
 def _in_words(how: str) -> str:
@@ -252,20 +291,18 @@ def _exit_code(how: str) -> int:
     return 128 + number if number else 0
 
 
-def _last_words(log: Path) -> str:
-    """Return the error that a log ends with; "" if there is none."""
-    if not log.is_file():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - MOST_OF_A_LOG))
-        lines = file.read(MOST_OF_A_LOG).decode(errors="replace").splitlines()
-    return next(filter(LAST_WORDS.match, reversed(lines)), "")
-
-
 def sentences(reasons: list[Reason]) -> list[str]:
     """Return why a job failed as the last words of its log."""
     if not reasons:
         return []
     first, *others = reasons[:MOST_REASONS]
-    # Without the guess in brackets: srun killed every rank that did not end by itself after the first.
-    return [f"why     {first.text}", *(f"then    {reason.text.partition(' (')[0]}" for reason in others)]
+    return [f"why     {first.text}", *(f"then    {_in_short(reason.text)}" for reason in others)]
+
+
+def _in_short(text: str) -> str:
+    """Return the reason of a later death without what it guesses in brackets, or says of the peer it lost.
+
+    srun kills every rank that does not end by itself after the first.
+    """
+    lost = LOST_A_PEER.search(text)
+    return text[: lost.start() if lost else None].partition(" (")[0]

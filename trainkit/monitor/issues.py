@@ -73,18 +73,19 @@ class UnusedGpus(Evidence):
 
 @dataclass(frozen=True)
 class PausedRanks(Evidence):
-    """Ranks that did nothing for a long time."""
+    """Ranks that did nothing for a long time, one of them perhaps until the end of the job."""
 
-    kind = "stalled_rank"
+    kind = samples.STALLED_RANK
     seconds: float
     cause: PauseCause
+    until_the_end: bool = False
 
 
 @dataclass(frozen=True)
 class SlowRank(Evidence):
     """A rank that the others wait for, as its own part of a step takes so many times as long."""
 
-    kind = "stalled_rank"
+    kind = samples.STALLED_RANK
     times_as_long: float
     waiting_share: float
 

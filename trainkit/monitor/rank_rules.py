@@ -44,6 +44,8 @@ IDLE_CPU_TIME_SHARE = 0.7
 # A process that does nothing uses fewer cores, and after so long it is paused.
 IDLE_PROCESS_CORES = 0.05
 PAUSE_SECONDS = 30.0
+# When a job is ended, its processes may use a core once more.
+END_SECONDS = 5.0
 
 
 def find_ranks_that_never_met(job: SampledJob) -> Issue | None:
@@ -76,11 +78,16 @@ def find_paused_ranks(job: SampledJob) -> Issue | None:
             paused = of_this_cause
             break
     longest = max(seconds[rank] for rank in paused)
-    # Samples that come late, as on a file system that hangs, may count as the time of a rank without others,
-    # and as gaps in that of its node.
+    silent_at_the_end = [
+        rank
+        for rank in paused
+        if job.sampled.ranks[rank].time.iloc[-1] - pauses[rank].time.iloc[-1] <= END_SECONDS
+    ]
     return Issue(
-        PausedRanks(seconds=longest, cause=cause),
+        PausedRanks(seconds=longest, cause=cause, until_the_end=bool(silent_at_the_end)),
         locations=paused,
+        # Samples that come late, as on a file system that hangs, may count as the time of a rank without
+        # others, and as gaps in that of its node.
         lost_share=longest / max(job.seconds, longest),
     )
 

@@ -97,6 +97,7 @@ def sample_job_here(folder: Path, name: str, has_ended: Callable[[], bool]) -> N
     collector.sample(folder, {job_folder.VARIABLE: str(job)}, ends_within)
     ended_badly = bool(job_folder.notes(job, "started", "failed", "lost"))
     _note_end(folder, exit_code=int(ended_badly))
+    print_line("")  # a script that was killed may have left a progress bar without a line end
     _keep_and_print_verdict(folder, name)
 
 

@@ -41,8 +41,10 @@ OF_A_START = (ASKED, ENDED, TOLD, VERDICT, "log")
 
 PERIOD_SECONDS = 1.0  # from one sample to the next
 VERDICT_SECONDS = 15  # for the monitor to end by itself after the job, with its verdict
-# The kind of a finding in the verdict: ranks that trained each by itself.
+# The kinds of findings in the verdict that others ask for: ranks that trained each by itself, and a rank that
+# did nothing, or that the others waited for.
 NEVER_MET = "never_met"
+STALLED_RANK = "stalled_rank"
 
 # What a row describes.
 NODE = "node"
@@ -210,6 +212,14 @@ def read_findings(folder: Path) -> list[dict[str, object]]:
         return json.loads((folder / VERDICT).read_text(encoding="utf-8"))["findings"]
     except OSError:
         return []
+
+
+def hang(folder: Path) -> str:
+    """Return the sentence of the verdict on ranks that did nothing until the end; "" if there is none."""
+    for finding in read_findings(folder):
+        if finding["kind"] == STALLED_RANK and finding["evidence"].get("until_the_end"):
+            return str(finding["sentence"])
+    return ""
 
 
 def runs(folder: Path) -> list[Path]:
