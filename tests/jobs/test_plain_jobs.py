@@ -140,17 +140,35 @@ def test_a_script_that_saves_nothing_is_preempted(on_cluster: Checkout) -> None:
     assert why in on_cluster.log(job), on_cluster.log(job)
 
 
-def test_a_script_without_a_handler_that_resumes_by_its_arguments_is_preempted(
-    on_cluster: Checkout,
+# It saves in its second start, and ends well in its third, or if it starts anew for good.
+PREEMPTED = """
+restart, job = int(os.environ.get("SLURM_RESTART_COUNT", "0")), os.environ["TRAINKIT_JOB_DIR"]
+print("begun", restart, *sys.argv[3:], flush=True)
+if restart:
+    open(f"{job}/checkpoints/model-{restart}.pt", "w").close()
+time.sleep(600 if restart < int(sys.argv[2]) else 0)"""
+
+
+@pytest.mark.parametrize(
+    ("words", "preempted", "last"),
+    [
+        ("--resume {folder}/checkpoints/model-*.pt", 2, " --resume {folder}/checkpoints/model-1.pt"),
+        ("", 1, ""),
+    ],
+)
+def test_a_script_without_a_handler_is_preempted_and_comes_back(
+    words: str, preempted: int, last: str, on_cluster: Checkout
 ) -> None:
-    """It comes back with them, by whatever release of Slurm."""
+    """With what it has saved last, once it has saved, or anew, by whatever release of Slurm."""
     script, nodes = write(on_cluster, FATES), ("--nodelist=n1", "--exclusive")
-    fate = "print('begun', *sys.argv[2:], flush=True); time.sleep(0 if sys.argv[2:] else 600)"
-    job = on_cluster.submit("single", "--when-requeued", "--again", "--plain", script, fate, sbatch=nodes)
-    on_cluster.wait_for("begun", job)
-    on_cluster.cluster.submit("--partition=urgent", *nodes, "--wrap=true", cwd="/tmp")
+    sent = ("--when-requeued", words, "--plain", script, PREEMPTED, preempted)
+    job = on_cluster.submit("single", *sent, sbatch=nodes)
+    for restart in range(preempted):
+        on_cluster.wait_for(f"begun {restart}\n", job)
+        on_cluster.cluster.submit("--partition=urgent", *nodes, "--wrap=true", cwd="/tmp")
     state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
-    assert state["JobState"] == "COMPLETED" and "\nbegun --again\n" in log, log
+    last = last.replace("{folder}", f"{on_cluster.folder}/results/jobs/{job}")
+    assert state["JobState"] == "COMPLETED" and f"\nbegun {preempted}{last}\n" in log, log
     assert "\nwhy " not in log, log
 
 

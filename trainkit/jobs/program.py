@@ -6,6 +6,8 @@
     --python ~/envs/mine/bin/python --plain ...      with the Python of another environment than the kit's
     --when-requeued "--resume" --plain ...           with more arguments when the job comes back, also
                                                      where Slurm has ended it before it has saved
+    --when-requeued "--resume {folder}/*.pt" ...     with the newest of these files, if there is one
+    --when-requeued "" --plain ...                   it comes back after a preemption, to start anew
     --plain train.py --save {folder}/model.pt        with the job's own folder in an argument
     --one-process-per-node --plain ...               it starts the ranks of its node itself
 
@@ -14,6 +16,7 @@ process of a job. It needs only the standard library.
 """
 
 import argparse
+import glob
 import os
 import re
 import shlex
@@ -30,6 +33,8 @@ OPTIONS = ("--python", "--when-requeued", "--one-process-per-node")
 FOLDER = "{folder}"  # in the arguments: the job's own folder; in a sweep, the run's (variation.py)
 # The variables with the environment that is active, and what the folder of such an environment has.
 ACTIVE = {"VIRTUAL_ENV": "pyvenv.cfg", "CONDA_PREFIX": "conda-meta"}
+# A word of --when-requeued with a path: an option in front of it, as --resume=, and the path, with / or *.
+WITH_PATH = re.compile(r"([^/=*]*=)?((?!-)(?!.*://).*[/*].*)")
 # How the files of programs begin that Linux can start: scripts with an interpreter, and compiled ones.
 STARTABLE = (b"#!", b"\x7fELF")
 
@@ -43,7 +48,8 @@ class Program:
         user_folder: where its user stands. Modules are found from there, wherever the program itself starts.
         module: the name of the module, or "".
         python: the Python that runs it, or with which it is surrounded; None for that of the job.
-        when_requeued: more arguments, for every start but the first.
+        when_requeued: more arguments, for every start but the first (`newest`); None if the job is to come
+            back only when it has saved.
         one_process_per_node: whether it starts the ranks of its node itself.
     """
 
@@ -51,7 +57,7 @@ class Program:
     user_folder: Path = Path()
     module: str = ""
     python: Path | None = None
-    when_requeued: tuple[str, ...] = ()
+    when_requeued: tuple[str, ...] | None = None
     one_process_per_node: bool = False
 
     @property
@@ -75,7 +81,7 @@ class Program:
         words = []
         if self.python:
             words += ["--python", str(self.python)]
-        if self.when_requeued:
+        if self.when_requeued is not None:
             words += ["--when-requeued", shlex.join(self.when_requeued)]
         if self.one_process_per_node:
             words.append("--one-process-per-node")
@@ -100,19 +106,50 @@ class Program:
             arguments: those that its user has given.
             folder: the job's own, which stands for {folder}; None outside of a job.
         """
-        given_now = [*arguments, *(self.when_requeued if restarts else ())]
-        if folder is None:
-            return given_now
-        return [argument.replace(FOLDER, str(folder)) for argument in given_now]
+        added = newest(self.added_to(folder) or ()) if restarts else []
+        return [*_with_folder(arguments, folder), *added]
 
-    def described(self, arguments: Sequence[str], python: str) -> Script:
-        """Return what a job says that it runs, without its commit; `python` is that of the job."""
+    def added_to(self, folder: Path | None) -> list[str] | None:
+        """Return the words of --when-requeued for a job with this folder; None if there is no such option."""
+        return None if self.when_requeued is None else _with_folder(self.when_requeued, folder)
+
+    def described(self, arguments: Sequence[str], python: str, folder: Path | None = None) -> Script:
+        """Return what a job says that it runs, without its commit; `python` and `folder` are the job's."""
         return Script(
             path=str(self.path),
             arguments=[*arguments],
             module=self.module,
             python=str(self.python or python),
+            when_requeued=self.added_to(folder),
         )
+
+
+def _with_folder(words: Sequence[str], folder: Path | None) -> list[str]:
+    return [*words] if folder is None else [word.replace(FOLDER, str(folder)) for word in words]
+
+
+def newest(words: Sequence[str]) -> list[str]:
+    """Return words of --when-requeued with the newest file or folder in place of each path.
+
+    A path has a / or a *, which stands for any part of a name. If nothing is there that one of them names,
+    nothing has been saved, and there are no words: with them the script would look for it in vain, and end
+    (seen: MAE's main_pretrain.py, preempted in its first epoch, lost its place in the queue).
+    """
+    found = []
+    for word in words:
+        option_and_path = WITH_PATH.fullmatch(word)
+        if not option_and_path:
+            found.append(word)
+            continue
+        option, path = option_and_path.groups(default="")
+        # Other special characters may be in the names of folders.
+        pattern = glob.escape(str(Path(path).expanduser())).replace("[*]", "*")
+        names = glob.glob(pattern)  # noqa: PTH207  Path.glob also finds hidden files, as of a save that was cut off
+        times = {name: Path(name).stat().st_mtime_ns for name in names if Path(name).exists()}
+        if not times:
+            return []
+        found.append(option + max(times, key=times.get))
+    return found
 
 
 def without_the_kit(path: str) -> str:
@@ -148,9 +185,10 @@ def add_options(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--when-requeued",
         metavar="WORDS",
-        type=given,
-        help="for --plain: extra arguments for when the job comes back from the queue, such as '--resume'; "
-        "with them it also comes back if the time limit or a preemption ends a script that handles no signal",
+        help="for --plain: extra arguments for when the job comes back from the queue, such as '--resume' or "
+        "'--resume {folder}/*.pt', which is the newest of these files; with them it also comes back if the "
+        "time limit or a preemption ends a script that handles no signal; '': after a preemption it starts "
+        "anew",
     )
 
 
@@ -218,10 +256,12 @@ def from_options(own_options: argparse.Namespace, folders: Sequence[Path]) -> Pr
         path = _file_of(module, folders[0])
     else:
         path = _find(name, folders)
-    try:
-        when_requeued = tuple(shlex.split(own_options.when_requeued or ""))
-    except ValueError as error:
-        raise UserError(f"--when-requeued {own_options.when_requeued!r}: {error}.") from None
+    when_requeued = own_options.when_requeued
+    if when_requeued is not None:
+        try:
+            when_requeued = tuple(shlex.split(when_requeued))
+        except ValueError as error:
+            raise UserError(f"--when-requeued {own_options.when_requeued!r}: {error}.") from None
     return Program(
         path=path,
         user_folder=folders[0],
