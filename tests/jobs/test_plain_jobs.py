@@ -285,6 +285,33 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
     assert re.search(rf"^{job} +train\.py .+\.\.\. +failed +\d+ s +0 +.*rank 1", listed, re.MULTILINE), listed
 
 
+@pytest.mark.parametrize(
+    ("words", "first_line", "mode", "printed"),
+    [
+        ("bash x.sh", "", 0o644, "x.sh not of a login shell: an argument"),
+        ("x.sh", "# /bin/bash", 0o644, "{}/x.sh not of a login shell: an argument"),
+        ("x.sh", "", 0o755, "{}/x.sh not of a login shell: an argument"),
+        ("x.sh", "#!/bin/bash -l", 0o644, "{}/x.sh of a login shell: an argument"),
+        ("installed", "#!/bin/bash", 0o755, "{}/env/bin/installed not of a login shell: an argument"),
+    ],
+)
+def test_a_program_by_its_name_and_a_shell_script_that_does_not_start_by_itself(
+    words: str, first_line: str, mode: int, printed: str, tmp_path: Path
+) -> None:
+    """The program is on PATH, or beside the Python of --python."""
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "python").symlink_to(sys.executable)
+    for script in (tmp_path / "x.sh", tmp_path / "env" / "bin" / "installed"):
+        script.write_text(
+            f"{first_line}\nshopt -q login_shell || no='not '\necho $0 ${{no}}of a login shell: $*\n"
+        )
+        script.chmod(mode)
+    python = ("--python", "env/bin/python")
+    command = (sys.executable, "-m", "trainkit.jobs.plain", *python, "--plain", *words.split())
+    done = succeeded(ran(*command, "an", "argument", cwd=tmp_path))
+    assert done.stdout == f"{printed.format(tmp_path)}\n"
+
+
 # What its Python has of the kit, for a job that starts it as a module of a package.
 IN_A_PACKAGE = """
 import importlib.util, os, sys
@@ -571,7 +598,7 @@ def test_a_sweep_resumes_in_its_own_folder_whatever_the_script_is_given(
     [
         ("--plain", "argument --plain: "),
         ("--plain nowhere.py", "there is no script nowhere.py in "),
-        ("--plain README.md", "README.md is not a Python script (.py), and cannot be started"),
+        ("--plain README.md", "chmod +x README.md and a first line"),
         ("--plain -m", "--plain -m takes the name of a module"),
         ("--python . --plain mnist_ddp.py", "--python . is not a program"),
         ("--python python3", "are for plain scripts"),

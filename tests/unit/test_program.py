@@ -50,3 +50,29 @@ def test_words_for_a_start_after_the_first(words: str, expected: str | None, fol
     assert named.when_requeued is not None
     # A job script gets them as words.
     assert program.parse([*named.words, *arguments]) == (named, arguments)
+
+
+def test_an_installed_program_is_found_as_by_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On PATH, beside --python, or beside the kit's own Python; its whole path is in the job."""
+    places = {name: tmp_path / name / "bin" for name in ("mine", "path", "kit")}
+    for place in places.values():
+        place.mkdir(parents=True)
+        for name in ("python", "torchrun"):
+            (place / name).write_text("#!/bin/sh\n")
+            (place / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(places["path"]))
+    monkeypatch.setattr("sys.executable", str(places["kit"] / "python"))
+
+    def found(*words: str) -> Path:
+        return program.parse([*words, "--plain", "torchrun", "x.py"])[0].path
+
+    assert found() == places["path"] / "torchrun"
+    assert found("--python", "mine/bin/python") == places["mine"] / "torchrun"
+    monkeypatch.setenv("PATH", "/nowhere")
+    named, arguments = program.parse(["--plain", "torchrun", "x.py"])
+    assert named.name == [str(places["kit"] / "torchrun")] and arguments == ["x.py"]
+    # Its user's code is where that stands.
+    assert named.folder == tmp_path

@@ -3,6 +3,7 @@
     --plain train.py ...                             a Python script
     --plain -m package.train ...                     a module, as for `python -m`
     --plain run.sh ...                               any other program, once in each process
+    --plain torchrun ...                             one that is installed, on PATH or beside --python
     --python ~/envs/mine/bin/python --plain ...      with the Python of another environment than the kit's
     --when-requeued "--resume" --plain ...           with more arguments when the job comes back, also
                                                      where Slurm has ended it before it has saved
@@ -20,6 +21,7 @@ import glob
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ ACTIVE = {"VIRTUAL_ENV": "pyvenv.cfg", "CONDA_PREFIX": "conda-meta"}
 WITH_PATH = re.compile(r"([^/=*]*=)?((?!-)(?!.*://).*[/*].*)")
 # How the files of programs begin that Linux can start: scripts with an interpreter, and compiled ones.
 STARTABLE = (b"#!", b"\x7fELF")
+BASH = "/bin/bash"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Program:
         when_requeued: more arguments, for every start but the first (`newest`); None if the job is to come
             back only when it has saved.
         one_process_per_node: whether it starts the ranks of its node itself.
+        starter: the words that start its file, if that does not start by itself: bash, of a shell script.
     """
 
     path: Path
@@ -59,6 +63,7 @@ class Program:
     python: Path | None = None
     when_requeued: tuple[str, ...] | None = None
     one_process_per_node: bool = False
+    starter: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -72,7 +77,9 @@ class Program:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of its code."""
+        """Return the folder of its code; an installed program works on that of its user."""
+        if self.path.parent.name == "bin":
+            return self.user_folder
         return self.path if self.path.is_dir() else self.path.parent
 
     @property
@@ -95,7 +102,7 @@ class Program:
     @property
     def command(self) -> list[str]:
         """Return the words by which its user would start it, before its arguments."""
-        start = [str(self.python or "python")] if self.is_python else []
+        start = [str(self.python or "python")] if self.is_python else self.starter
         return [*start, *self.name]
 
     def in_start(self, restarts: int, arguments: Sequence[str], folder: Path | None) -> list[str]:
@@ -163,6 +170,8 @@ def note_on_environment(program: Program) -> str:
     for name in ACTIVE:
         active = Path(os.environ.get(name, sys.prefix))
         python = active / "bin" / "python"
+        if program.path.parent == python.parent:
+            continue
         if program.python is None and active.resolve() != Path(sys.prefix).resolve() and python.exists():
             return f"it runs with the job's Python; for the environment active here, give --python {python}"
     return ""
@@ -251,11 +260,15 @@ def from_options(own_options: argparse.Namespace, folders: Sequence[Path]) -> Pr
     """
     name = own_options.plain
     module = ""
+    starter: tuple[str, ...] = ()
+    python = _python(own_options.python, folders[0]) if own_options.python else None
     if re.match(r"-m\b", name):
         module = name.removeprefix("-m").strip()
         path = _file_of(module, folders[0])
     else:
-        path = _find(name, folders)
+        path = _find(name, folders, python)
+        if path.suffix != ".py":
+            starter = _starter(path, name)
     when_requeued = own_options.when_requeued
     if when_requeued is not None:
         try:
@@ -266,9 +279,10 @@ def from_options(own_options: argparse.Namespace, folders: Sequence[Path]) -> Pr
         path=path,
         user_folder=folders[0],
         module=module,
-        python=_python(own_options.python, folders[0]) if own_options.python else None,
+        python=python,
         when_requeued=when_requeued,
         one_process_per_node=own_options.one_process_per_node,
+        starter=starter,
     )
 
 
@@ -283,28 +297,55 @@ def _file_of(module: str, folder: Path) -> Path:
     return folder
 
 
-def _find(name: str, folders: Sequence[Path]) -> Path:
+def _find(name: str, folders: Sequence[Path], python: Path | None) -> Path:
+    """Return the file of a script in one of the folders, or else of an installed program."""
     path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+    if path is None and "/" not in name:
+        path = _installed(name, python)
     if path is None:
         correction = "correct its name"
         submitted_from = os.environ.get("SLURM_SUBMIT_DIR")
         if submitted_from and Path.cwd() != Path(submitted_from):
             correction += ", or leave out --chdir"
-        raise UserError(f"there is no script {name} in {' or '.join(map(str, folders))}: {correction}.")
-    if path.suffix != ".py":
-        _check_that_it_starts(path, name)
+        raise UserError(
+            f"there is no script {name} in {' or '.join(map(str, folders))}, and no such program on PATH: "
+            f"{correction}."
+        )
     return Path(os.path.normpath(path.absolute()))
 
 
-def _check_that_it_starts(path: Path, name: str) -> None:
-    if not os.access(path, os.X_OK):
-        raise UserError(
-            f"{name} is not a Python script (.py), and cannot be started as a program: chmod +x {name}"
-        )
+def _installed(name: str, python: Path | None) -> Path | None:
+    """Return the file of a program as a shell finds it, such as nnUNetv2_train (MIC-DKFZ/nnUNet#2367)."""
+    on_path = os.environ.get("PATH", os.defpath)
+    # The environment of the job's own Python may not be active where the job is sent from.
+    places = [str(python.parent), on_path] if python else [on_path, str(Path(sys.executable).parent)]
+    found = shutil.which(name, path=os.pathsep.join(places))
+    return Path(found) if found else None
+
+
+def _starter(path: Path, name: str) -> tuple[str, ...]:
+    """Return the words that start the file of a program: none if it starts by itself.
+
+    A shell script may lack its x bit, its first line, or both, where its users call it by `bash x.sh` (all
+    of Time-Series-Library).
+
+    Raises:
+        UserError: if nothing starts it.
+    """
     with path.open("rb") as file:
-        begin = file.read(4)
-    if not begin.startswith(STARTABLE):
-        raise UserError(f"{name} does not say what runs it: give it a first line such as #!/bin/bash.")
+        first_line = file.readline(1000)
+    is_executable = os.access(path, os.X_OK)
+    if is_executable and first_line.startswith(STARTABLE):
+        return ()
+    if path.suffix == ".sh":
+        return tuple(shlex.split(os.fsdecode(first_line[2:]))) if first_line.startswith(b"#!") else (BASH,)
+    lacks = [] if is_executable else [f"chmod +x {name}"]
+    if not first_line.startswith(STARTABLE):
+        lacks.append("a first line that says what runs it, such as #!/bin/bash")
+    raise UserError(
+        f"{name} is no Python script (.py) or shell script (.sh), and to start as a program it needs "
+        f"{' and '.join(lacks)}."
+    )
 
 
 def _python(text: str, folder: Path) -> Path:
