@@ -231,10 +231,10 @@ tell_script() {
 
 # --- the end of the job -----------------------------------------------------------------------------
 # Return whether a job that can resume may return to the queue. Only seconds may remain, so Python is not asked if
-# the answer is certain: at the time limit, and if the ranks have saved after a signal that only they received.
+# the answer is certain: if the ranks have saved, at the time limit or after a signal that only they received.
 may_go_back() {
     ((${SLURM_RESTART_COUNT:-0} < SITE_MOST_RESTARTS)) || return 1 # in a trap, `return` alone returns an earlier status
-    [[ $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job_end back) == *yes ]]
+    [[ $stopped && $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job_end back) == *yes ]]
 }
 
 # Set `requeued`, or set `refusal` to the reason why Slurm refuses. Its controller may be restarting.
@@ -242,7 +242,7 @@ requeue() {
     if [[ $stopped ]]; then
         echo "stopped; back to the queue, to resume from the checkpoint"
     else
-        echo "ended by its time limit or a preemption; back to the queue, to resume with --when-requeued"
+        echo "ended by its time limit or a preemption; back to the queue, as --when-requeued asks"
     fi
     if ! scontrol requeue "$this_job" >/dev/null 2>&1; then
         sleep 10

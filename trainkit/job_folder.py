@@ -185,6 +185,7 @@ class Script:
         python: the Python that runs it; "" for that of the job.
         array_element: what Slurm calls the job if it is one of an array, such as 17_2; else "".
         run_name: that of its run in a sweep; "" if it is of none.
+        when_requeued: the words of --when-requeued (jobs/program.py); None if its user has given none.
     """
 
     path: str
@@ -195,6 +196,7 @@ class Script:
     python: str = ""
     array_element: str = ""
     run_name: str = ""
+    when_requeued: list[str] | None = None
 
     @property
     def label(self) -> str:

@@ -142,17 +142,35 @@ def test_a_script_that_saves_nothing_is_preempted(on_cluster: Checkout) -> None:
     assert why in on_cluster.log(job), on_cluster.log(job)
 
 
-def test_a_script_without_a_handler_that_resumes_by_its_arguments_is_preempted(
-    on_cluster: Checkout,
+# It saves in its second start, and ends well in its third, or if it starts anew for good.
+PREEMPTED = """
+restart, job = int(os.environ.get("SLURM_RESTART_COUNT", "0")), os.environ["TRAINKIT_JOB_DIR"]
+print("begun", restart, *sys.argv[3:], flush=True)
+if restart:
+    open(f"{job}/checkpoints/model-{restart}.pt", "w").close()
+time.sleep(600 if restart < int(sys.argv[2]) else 0)"""
+
+
+@pytest.mark.parametrize(
+    ("words", "preempted", "last"),
+    [
+        ("--resume {folder}/checkpoints/model-*.pt", 2, " --resume {folder}/checkpoints/model-1.pt"),
+        ("", 1, ""),
+    ],
+)
+def test_a_script_without_a_handler_is_preempted_and_comes_back(
+    words: str, preempted: int, last: str, on_cluster: Checkout
 ) -> None:
-    """It comes back with them, by whatever release of Slurm."""
+    """With what it has saved last, once it has saved, or anew, by whatever release of Slurm."""
     script, nodes = write(on_cluster, FATES), ("--nodelist=n1", "--exclusive")
-    fate = "print('begun', *sys.argv[2:], flush=True); time.sleep(0 if sys.argv[2:] else 600)"
-    job = on_cluster.submit("single", "--when-requeued", "--again", "--plain", script, fate, sbatch=nodes)
-    on_cluster.wait_for("begun", job)
-    on_cluster.cluster.submit("--partition=urgent", *nodes, "--wrap=true", cwd="/tmp")
+    sent = ("--when-requeued", words, "--plain", script, PREEMPTED, preempted)
+    job = on_cluster.submit("single", *sent, sbatch=nodes)
+    for restart in range(preempted):
+        on_cluster.wait_for(f"begun {restart}\n", job)
+        on_cluster.cluster.submit("--partition=urgent", *nodes, "--wrap=true", cwd="/tmp")
     state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
-    assert state["JobState"] == "COMPLETED" and "\nbegun --again\n" in log, log
+    last = last.replace("{folder}", f"{on_cluster.folder}/results/jobs/{job}")
+    assert state["JobState"] == "COMPLETED" and f"\nbegun {preempted}{last}\n" in log, log
     assert "\nwhy " not in log, log
 
 
@@ -374,6 +392,33 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
         assert on_cluster.cluster.job(job)["JobName"] == "train" and path.parent.name.startswith("train-")
     listed = on_cluster.python("slurm/jobs.py").stdout
     assert re.search(rf"^{job} +train\.py .+\.\.\. +failed +\d+ s +0 +.*rank 1", listed, re.MULTILINE), listed
+
+
+@pytest.mark.parametrize(
+    ("words", "first_line", "mode", "printed"),
+    [
+        ("bash x.sh", "", 0o644, "x.sh not of a login shell: an argument"),
+        ("x.sh", "# /bin/bash", 0o644, "{}/x.sh not of a login shell: an argument"),
+        ("x.sh", "", 0o755, "{}/x.sh not of a login shell: an argument"),
+        ("x.sh", "#!/bin/bash -l", 0o644, "{}/x.sh of a login shell: an argument"),
+        ("installed", "#!/bin/bash", 0o755, "{}/env/bin/installed not of a login shell: an argument"),
+    ],
+)
+def test_a_program_by_its_name_and_a_shell_script_that_does_not_start_by_itself(
+    words: str, first_line: str, mode: int, printed: str, tmp_path: Path
+) -> None:
+    """The program is on PATH, or beside the Python of --python."""
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "python").symlink_to(sys.executable)
+    for script in (tmp_path / "x.sh", tmp_path / "env" / "bin" / "installed"):
+        script.write_text(
+            f"{first_line}\nshopt -q login_shell || no='not '\necho $0 ${{no}}of a login shell: $*\n"
+        )
+        script.chmod(mode)
+    python = ("--python", "env/bin/python")
+    command = (sys.executable, "-m", "trainkit.jobs.plain", *python, "--plain", *words.split())
+    done = succeeded(ran(*command, "an", "argument", cwd=tmp_path))
+    assert done.stdout == f"{printed.format(tmp_path)}\n"
 
 
 # What its Python has of the kit, for a job that starts it as a module of a package.
@@ -699,7 +744,7 @@ def test_a_sweep_resumes_in_its_own_folder_whatever_the_script_is_given(
     [
         ("--plain", "argument --plain: "),
         ("--plain nowhere.py", "there is no script nowhere.py in "),
-        ("--plain README.md", "README.md is not a Python script (.py), and cannot be started"),
+        ("--plain README.md", "chmod +x README.md and a first line"),
         ("--plain -m", "--plain -m takes the name of a module"),
         ("--python . --plain mnist_ddp.py", "--python . is not a program"),
         ("--python python3", "are for plain scripts"),

@@ -121,6 +121,17 @@ def test_a_dry_run_shows_each_command_and_fills_in_what_it_knows_alone(checkout:
     assert "all runs start in" not in done.stdout and not sweep.exists()
 
 
+def test_there_is_one_run_for_each_value(checkout: Checkout) -> None:
+    """On one GPU without --gpus, and whole if it has commas, or is a flag."""
+    script = write(checkout)
+    own = ("--local", "--dry-run", "--vary", "betas=[0.9,0.95],[0.9,0.999]", "--vary", "flag=--use-ema,")
+    done = succeeded(checkout.python("slurm/sweep.py", *own, "--plain", script, "o={betas}", "{flag}"))
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("    python")]
+    values = ("o=[0.9,0.95]", "o=[0.9,0.999]")
+    given = [[value, *flag] for value in values for flag in (["--use-ema"], [])]
+    assert commands == [["python", str(script), *words] for words in given]
+
+
 def test_options_of_a_stage_are_varied_by_the_same_door(checkout: Checkout) -> None:
     stage = ("--local", "--no-cuda", "--stages", "single", "--gpus", 1, "--dataset", "synthetic")
     vary = ("--vary", "seed=3,7", "--vary", "width=16,32")
@@ -134,6 +145,10 @@ def test_options_of_a_stage_are_varied_by_the_same_door(checkout: Checkout) -> N
     ("arguments", "sentence"),
     [
         ("--vary lr --plain train.py", "NAME=VALUE"),
+        ("--vary lr= --plain train.py", "NAME=VALUE"),
+        ("--vary lr=1, --plain train.py", "--vary lr has an empty value"),
+        ("--vary lr=[1,2 --plain train.py", "argument --vary"),
+        ("--vary lr='1,2 --plain train.py", "argument --vary"),
         ("--vary gpus=1,2 --plain train.py", "give --gpus"),
         ("--vary lr=1 --vary lr=2 --plain train.py", "twice"),
         ("--batch-size 8 --plain train.py", "has no place"),

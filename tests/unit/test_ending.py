@@ -95,6 +95,9 @@ def test_which_jobs_that_resume_by_their_arguments_go_back(
     resumes = replace(ending, resumes_unsaved=True)
     assert of_a_job.may_go_back(facts(release, situation), tmp_path, resumes) == goes_back
     assert not of_a_job.may_go_back(facts(release, situation), tmp_path, ending)
+    anew = replace(resumes, would_start_anew=True)
+    goes_back_anew = goes_back and situation != "time_limit"  # it would reach its limit again and again
+    assert of_a_job.may_go_back(facts(release, situation), tmp_path, anew) == goes_back_anew
     if goes_back:
         (tmp_path / "rank-1.started").write_text("n1\n")
         outcome = end(tmp_path, facts(release, situation), replace(resumes, refusal=""), (KILLED,))
@@ -242,6 +245,24 @@ def test_a_start_after_the_end_has_nothing_to_do(
     options = ["--begun", *(f"--{name}={value}" for name, value in given.items())]
     succeeded(ran(sys.executable, "-m", "trainkit.jobs.in_job", "end", *options, env=ENVIRONMENT))
     assert (tmp_path / job_folder.ENDED_FOR_GOOD).exists() == noted
+
+
+@pytest.mark.parametrize(
+    ("words", "back"),
+    [(["--resume"], "yes"), (["--resume", "{}/model-*.pt"], "yes"), (["x/*"], "no"), ([], "no")],
+)
+def test_at_its_time_limit_a_job_comes_back_if_it_has_something_to_resume_from(
+    release: str, words: list[str], back: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model-1.pt").touch()
+    words = [word.replace("{}", str(tmp_path)) for word in words]
+    job_folder.keep_script(tmp_path, job_folder.Script("train.py", [], when_requeued=words))
+    given = {"folder": tmp_path, "log": tmp_path / "log", "launcher": "srun", "code": 143, "seconds": 5}
+    given |= {"facts": (RECORDED / release / "time_limit.txt").read_text()}
+    given |= {"restart": 0, "most-restarts": 50, "failure": ""}
+    options = ["--begun", "--resumes-unsaved", *(f"--{name}={value}" for name, value in given.items())]
+    done = ran(sys.executable, "-m", "trainkit.jobs.in_job", "back", *options, env=ENVIRONMENT)
+    assert succeeded(done).stdout == f"{back}\n"
 
 
 def test_the_job_script_itself_has_failed(release: str, tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ A sweep ends with how many GPUs to ask for (results/how_many_gpus.py)."""
 
 
 DEFAULT_BATCH_SIZES = (256,)
+# Who varies an option expects a run for each value, not one more for each of two numbers of GPUs.
+DEFAULT_GPUS, DEFAULT_GPUS_WITH_VARY = (1, 2), (1,)
 # The options that a sweep of plain scripts has, too.
 OPTIONS_OF_PLAIN_SWEEPS = {
     "plain",
@@ -232,6 +234,14 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     )
     own_words, for_training = submission.split(sys.argv[1:])
     own_options, unknown = parser.parse_known_args(own_words)
+    if own_options.gpus is None:
+        own_options.gpus = DEFAULT_GPUS_WITH_VARY if own_options.vary else DEFAULT_GPUS
+    for option in own_options.vary:
+        if "" in option.values and option.name not in variation.in_braces(for_training):
+            parser.error(
+                f"--vary {option.name} has an empty value: put {{{option.name}}} among the arguments of the "
+                "script, where that value leaves it out"
+            )
     if own_options.plain:
         _refuse_for_plain(parser, own_options, unknown)
         _check_batch_of_plain(own_options, for_training)
@@ -271,7 +281,7 @@ def _add_lists(parser: Parser) -> None:
     )
     add_options(matrix)
     matrix.add_argument(
-        "--gpus", type=numbers, default=(1, 2), metavar="LIST", help="numbers of GPUs (default: 1,2)"
+        "--gpus", type=numbers, metavar="LIST", help="numbers of GPUs (default: 1,2; with --vary 1)"
     )
     matrix.add_argument(
         "--batch-size",
@@ -286,7 +296,7 @@ def _add_lists(parser: Parser) -> None:
         default=[],
         metavar="NAME=LIST",
         help="values of an option of the script; each replaces {NAME} in its arguments, "
-        "or follows them as --NAME VALUE; may be given several times",
+        "or follows them as --NAME VALUE; brackets and quotes protect commas; may be given several times",
     )
     matrix.add_argument(
         "--scaling",

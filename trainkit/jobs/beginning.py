@@ -458,7 +458,7 @@ def as_shell(plan: Plan, program: Program | None = None) -> str:
     lines += [f"{name}={shlex.quote(value)}" for name, value in plan.assigns.items()]
     if program:
         lines.append(f"code_folder={shlex.quote(str(program.folder))}")
-        if program.when_requeued:
+        if program.when_requeued is not None:
             lines.append("resumes_unsaved=1")
     lines.append(_print(plan.header))
     return "\n".join(lines)

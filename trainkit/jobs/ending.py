@@ -59,6 +59,7 @@ class Ending:
             earlier start.
         failure: the error by which the job script itself has ended; "" for any other end.
         resumes_unsaved: whether its script resumes without a note that it has saved (--when-requeued).
+        would_start_anew: whether nothing is there that the words of --when-requeued name, or it has none.
     """
 
     code: int
@@ -70,6 +71,7 @@ class Ending:
     begun: bool = True
     failure: str = ""
     resumes_unsaved: bool = False
+    would_start_anew: bool = False
 
     @property
     def requeued(self) -> bool:
@@ -92,13 +94,14 @@ def _has_reason_to_go_back(facts: SlurmFacts, folder: Path, ending: Ending) -> b
 
     Where a rank fails, srun ends the others, and these may save. That is no reason to come back soon after
     the start, since such a job would do so without end. A script that resumes without a note that it has
-    saved comes back only where Slurm has ended it: any other end may be a fault of its own.
+    saved comes back only where Slurm has ended it: any other end may be a fault of its own. If it would start
+    anew, it would reach its time limit again.
     """
     has_saved = job_folder.stopped(folder) is not None
     if not has_saved and not (ending.resumes_unsaved and ending.code):
         return False
     if facts.at_time_limit:
-        return True
+        return has_saved or not ending.would_start_anew
     if ending.from_outside:
         return False
     if not has_saved:
@@ -178,7 +181,12 @@ def _verdict(
         said = why.sentences(reasons) or [
             "ended from outside: by scancel, scontrol requeue, preemption, the time limit or a failed node"
         ]
-        if saved or _has_checkpoints(folder):
+        if ending.resumes_unsaved and ending.would_start_anew and facts.at_time_limit:
+            said.append(
+                "it does not come back: it has nothing to resume from (--when-requeued), and would reach its "
+                "time limit again"
+            )
+        elif saved or _has_checkpoints(folder):
             said.append(f"if it does not come back by itself, {again}")
         return Verdict(code, reasons, said)
 

@@ -23,7 +23,7 @@ from trainkit.job_folder import Script
 from trainkit.jobs import beginning, ending, job_log, slurm, why
 from trainkit.jobs.beginning import Beginning
 from trainkit.jobs.ending import Ending, SlurmFacts
-from trainkit.jobs.program import parse
+from trainkit.jobs.program import newest, parse
 
 SCRIPT_FOLLOWS = "# in_job script"
 
@@ -81,10 +81,13 @@ def _plan(options: argparse.Namespace, words: list[str]) -> str:
 
 def _script(options: argparse.Namespace, words: list[str]) -> str:
     """Return the lines of the log on what the job runs, after a line that is found among other words."""
+    lines = []
     if options.plain:
         program, arguments = parse(words)
         arguments = program.in_start(job_folder.restarts(), arguments, options.folder)
-        script = program.described(arguments, python=sys.executable)
+        script = program.described(arguments, python=sys.executable, folder=options.folder)
+        if job_folder.restarts() and script.when_requeued and not newest(script.when_requeued):
+            lines.append("nothing is there so far that --when-requeued names: it starts anew")
     else:
         path, *arguments = words
         script = Script(path, arguments)
@@ -97,7 +100,7 @@ def _script(options: argparse.Namespace, words: list[str]) -> str:
     )
     with suppress(OSError):  # a full disk
         job_folder.keep_script(options.folder, script)
-    lines = beginning.script_lines(script, kit=options.repository)
+    lines += beginning.script_lines(script, kit=options.repository)
     return "\n".join([SCRIPT_FOLLOWS, *lines])
 
 
@@ -113,6 +116,8 @@ def _ending(options: argparse.Namespace, facts: SlurmFacts) -> Ending:
     restart = options.restart
     if not options.begun and facts.restarts is not None:  # the shell may have another job's number so far
         restart = facts.restarts
+    script = job_folder.read_script(options.folder)
+    words = script.when_requeued if script else None
     return Ending(
         code=options.code,
         from_outside=options.from_outside,
@@ -123,6 +128,7 @@ def _ending(options: argparse.Namespace, facts: SlurmFacts) -> Ending:
         begun=options.begun,
         failure=options.failure,
         resumes_unsaved=options.resumes_unsaved,
+        would_start_anew=words is not None and not newest(words),
     )
 
 

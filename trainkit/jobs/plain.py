@@ -77,7 +77,7 @@ def run(program: Program, arguments: Sequence[str], noted: bool = False) -> NoRe
 
 def _command(program: Program, arguments: Sequence[str]) -> list[str]:
     if not program.is_python:
-        return [str(program.path), *arguments]
+        return [*program.starter, str(program.path), *arguments]
     name = [str(program.path)]
     if program.module:
         name = ["-m", str(program.user_folder), program.module]

@@ -3,9 +3,12 @@
     --plain train.py ...                             a Python script
     --plain -m package.train ...                     a module, as for `python -m`
     --plain run.sh ...                               any other program, once in each process
+    --plain torchrun ...                             one that is installed, on PATH or beside --python
     --python ~/envs/mine/bin/python --plain ...      with the Python of another environment than the kit's
     --when-requeued "--resume" --plain ...           with more arguments when the job comes back, also
                                                      where Slurm has ended it before it has saved
+    --when-requeued "--resume {folder}/*.pt" ...     with the newest of these files, if there is one
+    --when-requeued "" --plain ...                   it comes back after a preemption, to start anew
     --plain train.py --save {folder}/model.pt        with the job's own folder in an argument
     --one-process-per-node --plain ...               it starts the ranks of its node itself
 
@@ -14,9 +17,11 @@ process of a job. It needs only the standard library.
 """
 
 import argparse
+import glob
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +35,11 @@ OPTIONS = ("--python", "--when-requeued", "--one-process-per-node")
 FOLDER = "{folder}"  # in the arguments: the job's own folder; in a sweep, the run's (variation.py)
 # The variables with the environment that is active, and what the folder of such an environment has.
 ACTIVE = {"VIRTUAL_ENV": "pyvenv.cfg", "CONDA_PREFIX": "conda-meta"}
+# A word of --when-requeued with a path: an option in front of it, as --resume=, and the path, with / or *.
+WITH_PATH = re.compile(r"([^/=*]*=)?((?!-)(?!.*://).*[/*].*)")
 # How the files of programs begin that Linux can start: scripts with an interpreter, and compiled ones.
 STARTABLE = (b"#!", b"\x7fELF")
+BASH = "/bin/bash"
 
 
 @dataclass(frozen=True)
@@ -43,16 +51,19 @@ class Program:
         user_folder: where its user stands. Modules are found from there, wherever the program itself starts.
         module: the name of the module, or "".
         python: the Python that runs it, or with which it is surrounded; None for that of the job.
-        when_requeued: more arguments, for every start but the first.
+        when_requeued: more arguments, for every start but the first (`newest`); None if the job is to come
+            back only when it has saved.
         one_process_per_node: whether it starts the ranks of its node itself.
+        starter: the words that start its file, if that does not start by itself: bash, of a shell script.
     """
 
     path: Path
     user_folder: Path = Path()
     module: str = ""
     python: Path | None = None
-    when_requeued: tuple[str, ...] = ()
+    when_requeued: tuple[str, ...] | None = None
     one_process_per_node: bool = False
+    starter: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -66,7 +77,9 @@ class Program:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of its code."""
+        """Return the folder of its code; an installed program works on that of its user."""
+        if self.path.parent.name == "bin":
+            return self.user_folder
         return self.path if self.path.is_dir() else self.path.parent
 
     @property
@@ -75,7 +88,7 @@ class Program:
         words = []
         if self.python:
             words += ["--python", str(self.python)]
-        if self.when_requeued:
+        if self.when_requeued is not None:
             words += ["--when-requeued", shlex.join(self.when_requeued)]
         if self.one_process_per_node:
             words.append("--one-process-per-node")
@@ -89,7 +102,7 @@ class Program:
     @property
     def command(self) -> list[str]:
         """Return the words by which its user would start it, before its arguments."""
-        start = [str(self.python or "python")] if self.is_python else []
+        start = [str(self.python or "python")] if self.is_python else self.starter
         return [*start, *self.name]
 
     def in_start(self, restarts: int, arguments: Sequence[str], folder: Path | None) -> list[str]:
@@ -100,19 +113,50 @@ class Program:
             arguments: those that its user has given.
             folder: the job's own, which stands for {folder}; None outside of a job.
         """
-        given_now = [*arguments, *(self.when_requeued if restarts else ())]
-        if folder is None:
-            return given_now
-        return [argument.replace(FOLDER, str(folder)) for argument in given_now]
+        added = newest(self.added_to(folder) or ()) if restarts else []
+        return [*_with_folder(arguments, folder), *added]
 
-    def described(self, arguments: Sequence[str], python: str) -> Script:
-        """Return what a job says that it runs, without its commit; `python` is that of the job."""
+    def added_to(self, folder: Path | None) -> list[str] | None:
+        """Return the words of --when-requeued for a job with this folder; None if there is no such option."""
+        return None if self.when_requeued is None else _with_folder(self.when_requeued, folder)
+
+    def described(self, arguments: Sequence[str], python: str, folder: Path | None = None) -> Script:
+        """Return what a job says that it runs, without its commit; `python` and `folder` are the job's."""
         return Script(
             path=str(self.path),
             arguments=[*arguments],
             module=self.module,
             python=str(self.python or python),
+            when_requeued=self.added_to(folder),
         )
+
+
+def _with_folder(words: Sequence[str], folder: Path | None) -> list[str]:
+    return [*words] if folder is None else [word.replace(FOLDER, str(folder)) for word in words]
+
+
+def newest(words: Sequence[str]) -> list[str]:
+    """Return words of --when-requeued with the newest file or folder in place of each path.
+
+    A path has a / or a *, which stands for any part of a name. If nothing is there that one of them names,
+    nothing has been saved, and there are no words: with them the script would look for it in vain, and end
+    (seen: MAE's main_pretrain.py, preempted in its first epoch, lost its place in the queue).
+    """
+    found = []
+    for word in words:
+        option_and_path = WITH_PATH.fullmatch(word)
+        if not option_and_path:
+            found.append(word)
+            continue
+        option, path = option_and_path.groups(default="")
+        # Other special characters may be in the names of folders.
+        pattern = glob.escape(str(Path(path).expanduser())).replace("[*]", "*")
+        names = glob.glob(pattern)  # noqa: PTH207  Path.glob also finds hidden files, as of a save that was cut off
+        times = {name: Path(name).stat().st_mtime_ns for name in names if Path(name).exists()}
+        if not times:
+            return []
+        found.append(option + max(times, key=times.get))
+    return found
 
 
 def without_the_kit(path: str) -> str:
@@ -126,6 +170,8 @@ def note_on_environment(program: Program) -> str:
     for name in ACTIVE:
         active = Path(os.environ.get(name, sys.prefix))
         python = active / "bin" / "python"
+        if program.path.parent == python.parent:
+            continue
         if program.python is None and active.resolve() != Path(sys.prefix).resolve() and python.exists():
             return f"it runs with the job's Python; for the environment active here, give --python {python}"
     return ""
@@ -148,9 +194,10 @@ def add_options(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--when-requeued",
         metavar="WORDS",
-        type=given,
-        help="for --plain: extra arguments for when the job comes back from the queue, such as '--resume'; "
-        "with them it also comes back if the time limit or a preemption ends a script that handles no signal",
+        help="for --plain: extra arguments for when the job comes back from the queue, such as '--resume' or "
+        "'--resume {folder}/*.pt', which is the newest of these files; with them it also comes back if the "
+        "time limit or a preemption ends a script that handles no signal; '': after a preemption it starts "
+        "anew",
     )
 
 
@@ -213,22 +260,29 @@ def from_options(own_options: argparse.Namespace, folders: Sequence[Path]) -> Pr
     """
     name = own_options.plain
     module = ""
+    starter: tuple[str, ...] = ()
+    python = _python(own_options.python, folders[0]) if own_options.python else None
     if re.match(r"-m\b", name):
         module = name.removeprefix("-m").strip()
         path = _file_of(module, folders[0])
     else:
-        path = _find(name, folders)
-    try:
-        when_requeued = tuple(shlex.split(own_options.when_requeued or ""))
-    except ValueError as error:
-        raise UserError(f"--when-requeued {own_options.when_requeued!r}: {error}.") from None
+        path = _find(name, folders, python)
+        if path.suffix != ".py":
+            starter = _starter(path, name)
+    when_requeued = own_options.when_requeued
+    if when_requeued is not None:
+        try:
+            when_requeued = tuple(shlex.split(when_requeued))
+        except ValueError as error:
+            raise UserError(f"--when-requeued {own_options.when_requeued!r}: {error}.") from None
     return Program(
         path=path,
         user_folder=folders[0],
         module=module,
-        python=_python(own_options.python, folders[0]) if own_options.python else None,
+        python=python,
         when_requeued=when_requeued,
         one_process_per_node=own_options.one_process_per_node,
+        starter=starter,
     )
 
 
@@ -243,28 +297,55 @@ def _file_of(module: str, folder: Path) -> Path:
     return folder
 
 
-def _find(name: str, folders: Sequence[Path]) -> Path:
+def _find(name: str, folders: Sequence[Path], python: Path | None) -> Path:
+    """Return the file of a script in one of the folders, or else of an installed program."""
     path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+    if path is None and "/" not in name:
+        path = _installed(name, python)
     if path is None:
         correction = "correct its name"
         submitted_from = os.environ.get("SLURM_SUBMIT_DIR")
         if submitted_from and Path.cwd() != Path(submitted_from):
             correction += ", or leave out --chdir"
-        raise UserError(f"there is no script {name} in {' or '.join(map(str, folders))}: {correction}.")
-    if path.suffix != ".py":
-        _check_that_it_starts(path, name)
+        raise UserError(
+            f"there is no script {name} in {' or '.join(map(str, folders))}, and no such program on PATH: "
+            f"{correction}."
+        )
     return Path(os.path.normpath(path.absolute()))
 
 
-def _check_that_it_starts(path: Path, name: str) -> None:
-    if not os.access(path, os.X_OK):
-        raise UserError(
-            f"{name} is not a Python script (.py), and cannot be started as a program: chmod +x {name}"
-        )
+def _installed(name: str, python: Path | None) -> Path | None:
+    """Return the file of a program as a shell finds it, such as nnUNetv2_train (MIC-DKFZ/nnUNet#2367)."""
+    on_path = os.environ.get("PATH", os.defpath)
+    # The environment of the job's own Python may not be active where the job is sent from.
+    places = [str(python.parent), on_path] if python else [on_path, str(Path(sys.executable).parent)]
+    found = shutil.which(name, path=os.pathsep.join(places))
+    return Path(found) if found else None
+
+
+def _starter(path: Path, name: str) -> tuple[str, ...]:
+    """Return the words that start the file of a program: none if it starts by itself.
+
+    A shell script may lack its x bit, its first line, or both, where its users call it by `bash x.sh` (all
+    of Time-Series-Library).
+
+    Raises:
+        UserError: if nothing starts it.
+    """
     with path.open("rb") as file:
-        begin = file.read(4)
-    if not begin.startswith(STARTABLE):
-        raise UserError(f"{name} does not say what runs it: give it a first line such as #!/bin/bash.")
+        first_line = file.readline(1000)
+    is_executable = os.access(path, os.X_OK)
+    if is_executable and first_line.startswith(STARTABLE):
+        return ()
+    if path.suffix == ".sh":
+        return tuple(shlex.split(os.fsdecode(first_line[2:]))) if first_line.startswith(b"#!") else (BASH,)
+    lacks = [] if is_executable else [f"chmod +x {name}"]
+    if not first_line.startswith(STARTABLE):
+        lacks.append("a first line that says what runs it, such as #!/bin/bash")
+    raise UserError(
+        f"{name} is no Python script (.py) or shell script (.sh), and to start as a program it needs "
+        f"{' and '.join(lacks)}."
+    )
 
 
 def _python(text: str, folder: Path) -> Path:

@@ -596,7 +596,8 @@ def choose_stage(stage: Stage, own_options: argparse.Namespace) -> Stage:
     """
     if own_options.plain:
         return stage.with_program(from_options(own_options, [Path.cwd(), stage.script.parent]))
-    if own_options.python or own_options.when_requeued or own_options.one_process_per_node:
+    of_plain = (own_options.python, own_options.when_requeued, own_options.one_process_per_node or None)
+    if of_plain != (None, None, None):
         raise UserError(
             "--python, --when-requeued and --one-process-per-node are for plain scripts: put them before "
             "--plain."

@@ -230,7 +230,7 @@ class Sweep:
     def _stage(self, run: PlannedRun) -> Stage:
         """Return the stage of the run, with what its program gets when it comes back (--when-requeued)."""
         program = run.stage.program
-        if program is None:
+        if program is None or program.when_requeued is None:
             return run.stage
         values = {**self._values_in_braces(run), **dict(run.settings)}
         words = variation.filled(program.when_requeued, settings=(), known=values)
