@@ -34,7 +34,7 @@ def submit(request: Request) -> Handle:
             '"${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python',
         )
         executor.update_parameters(
-            name=request.stage.job_name,
+            name=request.job_name,
             nodes=1,
             tasks_per_node=1,
             timeout_min=request.timeout_min,

@@ -35,7 +35,7 @@ def submit(request: Request) -> Handle:
             '"${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python',
         )
         executor.update_parameters(
-            name=request.stage.job_name,
+            name=request.job_name,
             nodes=shape.nodes,
             # A process for each GPU.
             tasks_per_node=shape.tasks_per_node,

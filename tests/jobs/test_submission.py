@@ -444,6 +444,25 @@ def test_what_sbatch_is_told(arguments: tuple, environment: dict, sent: str, che
         assert line in done.stdout
 
 
+def test_options_of_sbatch_are_passed_on_and_come_before_the_sites(on_cluster: Checkout) -> None:
+    """Also where the site counts memory in another way, and in a sweep and a dry run."""
+    on_cluster.site("SITE_MEM=--mem-per-cpu=900M\nexport SBATCH_JOB_NAME=site SBATCH_MEM_PER_NODE=4G\n")
+    first = on_cluster.cluster.submit("--hold", "--wrap=true", cwd="/tmp")
+    options = ("--job-name", "vae", "--mem=1G", "--dependency", f"afterany:{first}")
+    done = succeeded(on_cluster.submit_py("single", *options, "--no-cuda"))
+    job = on_cluster.cluster.job(int(done.stdout.split()[1]))
+    sent = (job["JobName"], job["MinMemoryNode"], job["Dependency"].partition("(")[0])
+    assert sent == ("vae", "1G", f"afterany:{first}")
+    shown = succeeded(on_cluster.submit_py("single", *options, "--dry-run")).stdout
+    (folder,) = job_folders(on_cluster)
+    (script,) = folder.glob("*_submission.sh")
+    for text in (shown, script.read_text()):
+        assert {"#SBATCH --job-name=vae", "#SBATCH --mem=1G"} <= set(text.splitlines()) and "900M" not in text
+    swept = ("--stages", "single", "--gpus", 1, "--batch-size", 500)
+    done = on_cluster.python("slurm/sweep.py", *swept, "--dependency", "afterwards")
+    assert done.returncode == 1 and "dependency" in done.stderr, done.stdout + done.stderr
+
+
 # --- how a job is doing -----------------------------------------------------------------------------
 
 # What squeue answers of a job that it has forgotten.

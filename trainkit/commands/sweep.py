@@ -78,6 +78,7 @@ OPTIONS_OF_PLAIN_SWEEPS = {
     "local",
     "dry_run",
     "out",
+    *(name.replace("-", "_") for name in submission.PASSED_ON),
 }
 
 
@@ -155,6 +156,7 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
         gpus_here=local.gpus_here() if why_here and not opts.no_cuda else 0,
         cpus_per_gpu=own_options.cpus_per_gpu,
         partition=own_options.partition,
+        passed_on=submission.passed_on(own_options),
         plain=bool(own_options.plain),
         chdir=own_options.chdir,
     )
@@ -396,6 +398,7 @@ def _add_jobs(parser: Parser) -> None:
         metavar="DIR",
         help="folder of the sweep (default: a new one in results/sweeps/)",
     )
+    submission.add_sbatch_options(parser)
 
 
 def _check_batch_of_plain(own_options: argparse.Namespace, arguments: list[str]) -> None:

@@ -46,13 +46,15 @@ def sbatch_options(site: Site, shape: Resources) -> dict[str, str]:
     return options
 
 
+def option_of(variable: str) -> str:
+    """Return the option of sbatch that an SBATCH_* variable stands for, without its dashes."""
+    option = variable.removeprefix("SBATCH_").lower().replace("_", "-")
+    return OPTIONS_OF_OTHER_NAMES.get(variable, option)
+
+
 def of_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the options that SBATCH_* variables stand for, named without their dashes."""
-    options = {}
-    for name, value in variables.items():
-        option = name.removeprefix("SBATCH_").lower().replace("_", "-")
-        options[OPTIONS_OF_OTHER_NAMES.get(name, option)] = value
-    return options
+    return {option_of(name): value for name, value in variables.items()}
 
 
 def _numbers(setting: str, shape: Resources) -> dict[str, int]:

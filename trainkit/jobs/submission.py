@@ -17,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from trainkit.files import check_writable, explained
 from trainkit.jobs import array, limits, local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
 from trainkit.jobs.program import add_options, from_options, misplaced, note_on_environment, split
-from trainkit.jobs.sbatch_options import of_variables, sbatch_options
+from trainkit.jobs.sbatch_options import of_variables, option_of, sbatch_options
 from trainkit.jobs.site import DEFAULT_MINUTES, Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
 from trainkit.record import samples
@@ -45,6 +45,21 @@ NOT_FOR_SUBMITIT = ("SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_ARRA
 # So long Slurm is asked for the reason of a job that waits: where no other job is before it, 24.11 gives one
 # after up to 2 seconds.
 REASON_SECONDS = 3
+# The options that users of sbatch type. For some of them it has no variable: SBATCH_DEPENDENCY does nothing
+# (seen: 22.05).
+PASSED_ON = (
+    "account",
+    "constraint",
+    "dependency",
+    "exclude",
+    "job-name",
+    "mail-type",
+    "mail-user",
+    "mem",
+    "nodelist",
+    "qos",
+    "reservation",
+)
 
 
 class RefusedError(UserError):
@@ -60,6 +75,7 @@ class Request:
         folder: a new one (`new_folder`), for submitit's files and the logs.
         minutes: the time limit; it overrides the site's SBATCH_TIMELIMIT.
         partition: it overrides the site's SBATCH_PARTITION.
+        passed_on: options of sbatch and their values (`PASSED_ON`); they override the site's.
         why_here: why it runs on this machine, in words; "" if it goes to Slurm.
         threads: of each process on this machine (`local.variables`).
         working_dir: where it starts; None for the folder that it is sent from.
@@ -75,6 +91,7 @@ class Request:
     folder: Path
     minutes: int | None = None
     partition: str | None = None
+    passed_on: Mapping[str, str] = field(default_factory=dict)
     why_here: str = ""
     threads: int | None = None
     working_dir: Path | None = None
@@ -88,6 +105,11 @@ class Request:
         return (self, *self.others)
 
     @property
+    def job_name(self) -> str:
+        """Return the name of the job in Slurm."""
+        return self.passed_on.get("job-name", self.stage.job_name)
+
+    @property
     def cluster(self) -> str:
         """Return submitit's word for where the job runs."""
         return "local" if self.why_here else "slurm"
@@ -99,8 +121,15 @@ class Request:
 
     @property
     def sbatch_options(self) -> dict[str, str]:
-        """Return how the job asks for GPUs, cores and memory at this site, as {"gpus-per-node": "2", ...}."""
-        return sbatch_options(self.site, self.resources)
+        """Return how the job asks for GPUs, cores and memory at this site, as {"gpus-per-node": "2", ...}.
+
+        What its user passes on to sbatch comes after these, where it counts.
+        """
+        asked = sbatch_options(self.site, self.resources)
+        if "mem" in self.passed_on:
+            # The site may count it by CPU or GPU, and sbatch takes it in one way only.
+            asked = {option: value for option, value in asked.items() if not option.startswith("mem")}
+        return {**asked, **self.passed_on}
 
     @cached_property
     def options(self) -> options.Options:
@@ -389,7 +418,7 @@ def job_script(request: Request) -> str:
     """
     stage = request.stage
     sbatch = {
-        "job-name": stage.job_name,
+        "job-name": request.job_name,
         "nodes": request.resources.nodes,
         "ntasks-per-node": request.resources.tasks_per_node,
         **request.sbatch_options,
@@ -551,7 +580,7 @@ def _sbatch_variables(request: Request) -> dict[str, str]:
         variables["SBATCH_TIMELIMIT"] = str(request.minutes)
     for name in NOT_FOR_SUBMITIT:
         variables.pop(name, None)
-    return variables
+    return {name: value for name, value in variables.items() if option_of(name) not in request.passed_on}
 
 
 def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespace]:
@@ -565,7 +594,10 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
     own_words, for_training = split(sys.argv[1:])
     own_options, unknown = parser.parse_known_args(own_words)
     if own_options.plain and (unknown or own_options.script):
-        parser.error(misplaced(unknown[0] if unknown else "--script", own_options.plain))
+        parser.error(
+            f"{misplaced(unknown[0] if unknown else '--script', own_options.plain)}; for further options of "
+            "sbatch, save the script of --dry-run, and submit that"
+        )
     stage = choose_stage(stage, own_options)
     arguments = (*unknown, *for_training)
     why_here = why_local(own_options.local)
@@ -583,6 +615,7 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
         folder=new_folder(site, stage),
         minutes=own_options.time,
         partition=own_options.partition,
+        passed_on=passed_on(own_options),
         why_here=why_here,
     )
     return request, own_options
@@ -659,7 +692,21 @@ def _parser(stage: Stage, description: str) -> Parser:
         "--dry-run", action="store_true", help="print a job script for sbatch, and submit nothing"
     )
     parser.add_argument("--wait", action="store_true", help="show the job's state until it has ended")
+    add_sbatch_options(parser)
     return parser
+
+
+def add_sbatch_options(parser: Parser) -> None:
+    """Add the options that are passed on to sbatch."""
+    group = parser.add_argument_group("passed on to sbatch, where there is Slurm")
+    for name in PASSED_ON:
+        group.add_argument(f"--{name}", metavar="VALUE", type=given, help=f"as sbatch --{name}")
+
+
+def passed_on(own_options: argparse.Namespace) -> dict[str, str]:
+    """Return the options of a command line that are passed on to sbatch, and their values."""
+    values = {name: getattr(own_options, name.replace("-", "_")) for name in PASSED_ON}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def announce(request: Request, job: Handle) -> None:

@@ -7,9 +7,9 @@ once; only the jobs load PyTorch.
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ class Sweep:
         why_here: why the runs are on this machine; "" if they go to Slurm.
         gpus_here: the GPUs of this machine that they may use.
         plain: its script does not use the kit, and gets only its own arguments.
+        passed_on: options of sbatch and their values, for all runs.
         chdir: each run starts in its own folder.
 
     Raises:
@@ -54,6 +55,7 @@ class Sweep:
     gpus_here: int = 0
     cpus_per_gpu: int = 2
     partition: str | None = None
+    passed_on: Mapping[str, str] = field(default_factory=dict)
     plain: bool = False
     chdir: bool = False
 
@@ -222,6 +224,7 @@ class Sweep:
             run_name=run.name,
             minutes=self.minutes,
             partition=self.partition,
+            passed_on=self.passed_on,
             why_here=self.why_here,
             # Else those of runs with fewer workers would have more threads each.
             threads=1 if self.why_here else None,
