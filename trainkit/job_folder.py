@@ -185,6 +185,8 @@ class Script:
         python: the Python that runs it; "" for that of the job.
         array_element: what Slurm calls the job if it is one of an array, such as 17_2; else "".
         run_name: that of its run in a sweep; "" if it is of none.
+        job_name: of the job in Slurm; "" without Slurm.
+        log: the path of the job's log; "" if it is not known.
         when_requeued: the words of --when-requeued (jobs/program.py); None if its user has given none.
     """
 
@@ -196,12 +198,14 @@ class Script:
     python: str = ""
     array_element: str = ""
     run_name: str = ""
+    job_name: str = ""
+    log: str = ""
     when_requeued: list[str] | None = None
 
     @property
     def label(self) -> str:
-        """Return the name of its file, or of its module."""
-        return self.module or Path(self.path).name
+        """Return the name of its file with that of its folder, or the name of its module."""
+        return self.module or str(Path(*Path(self.path).parts[-2:]))
 
     def number_in_slurm(self, job_id: str) -> str:
         """Return what Slurm calls the job with this number: one of an array by its place there, as 17_2."""

@@ -212,6 +212,6 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
     # sent once more, by itself, and stands further down.
     assert log.readlink().name == f"{job}_0_log.out"
     listed = on_cluster.python("slurm/jobs.py").stdout.splitlines()
-    numbers = {line.split()[1]: line.split()[0] for line in reversed(listed) if "train-1gpu" in line}
+    numbers = {line.split()[2]: line.split()[0] for line in reversed(listed) if "train-1gpu" in line}
     of_array = enumerate(("1", "2", "3"))
     assert numbers == {f"train-1gpu-lr{lr}-r1": f"{job[:-2]}_{index}" for index, lr in of_array}, listed

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     job_folder.keep_script(tmp_path, Script("/home/me/train.py", ["--lr", "0.1"]))
     sampled = tmp_path / samples.FOLDER
     sampled.mkdir()
-    findings = {"findings": [{"sentence": SENTENCE}, {"sentence": "another"}]}
+    findings = {"findings": [{"kind": "waiting", "sentence": text} for text in (SENTENCE, "another")]}
     (sampled / samples.VERDICT).write_text(json.dumps(findings))
     return tmp_path
 
@@ -59,10 +59,10 @@ def test_a_job_of_slurm(
     outcome: Outcome | None, status: JobStatus | None, state: str, note: str, folder: Path
 ) -> None:
     row = listing.of_folder("7", folder, outcome, status)
-    assert (row.number, row.script, row.state) == ("7", "train.py --lr 0.1", state)
+    assert (row.number, row.script, row.state) == ("7", "me/train.py --lr 0.1", state)
     assert note in row.note and bool(note) == bool(row.note)
     if outcome:
-        assert row.cells()[3:5] == ("2 min", "1")
+        assert row.cells()[4:6] == ("2 min", "1")
 
 
 def test_the_time_of_a_job_is_that_of_all_its_starts(folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_time_of_a_job_is_that_of_all_its_starts(folder: Path) -> None:
 def test_how_often_a_job_has_come_back(
     outcome: Outcome | None, status: JobStatus | None, restarts: int, folder: Path
 ) -> None:
-    assert listing.of_folder("7", folder, outcome, status).cells()[4] == str(restarts)
+    assert listing.of_folder("7", folder, outcome, status).cells()[5] == str(restarts)
 
 
 def test_without_findings_it_is_the_first_line_of_the_verdict(folder: Path) -> None:
@@ -104,8 +104,21 @@ def test_without_findings_it_is_the_first_line_of_the_verdict(folder: Path) -> N
 
 
 def test_a_job_of_an_earlier_kit_or_with_many_arguments_has_a_row(folder: Path) -> None:
-    job_folder.keep_script(folder, Script("/home/me/train.py", ["--words", "a\nb", *["more"] * 20]))
+    arguments = ["--words", "a\nb", *["more"] * 20, "--seed", "17"]
+    job_folder.keep_script(folder, Script("/home/me/train.py", arguments))
     row = listing.of_folder("7", folder, WELL, None)
-    assert row.script.startswith("train.py --words 'a\\nb' more") and row.script.endswith("...")
+    assert row.script.startswith("me/train.py --words 'a\\nb' ") and row.script.endswith("more --seed 17")
+    assert len(row.script) == listing.MOST_OF_A_SCRIPT
     (folder / job_folder.SCRIPT).unlink()
     assert listing.of_folder("7", folder, WELL, None).script == "-"
+
+
+def test_jobs_are_told_apart_by_their_name_their_folder_and_their_arguments(folder: Path) -> None:
+    script = Script("/home/me/projects/vae/main.py", ["--seed", "2"], job_name="night", log="/logs/7.log")
+    job_folder.keep_script(folder, script)
+    row = listing.of_folder("7", folder, WELL, None)
+    assert row.cells()[:3] == ("7", "night", "vae/main.py --seed 2") and row.log == "/logs/7.log"
+    for word in ("7", "night", "projects/vae", "--seed 2"):
+        assert row.matches(word)
+    for word in ("17", "ppo", "--seed 1"):
+        assert not row.matches(word)

@@ -1,6 +1,6 @@
 """Show the jobs of this checkout: what each one runs, its state, how long, and the verdict or why it failed.
 
-Try: python slurm/jobs.py
+Try: python slurm/jobs.py; python slurm/jobs.py my_project; python slurm/jobs.py 17
 """
 
 from contextlib import suppress
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trainkit.config.command_line import Parser
 from trainkit.errors import UserError, entrypoint, print_line, print_table
-from trainkit.jobs import listing
-from trainkit.jobs.site import read_site
+from trainkit.jobs import job_log, listing
+from trainkit.jobs.site import Site, read_site
 from trainkit.monitor.requests import CORES, MEMORY, requests_of
 from trainkit.monitor.sampled_job import SampledJob
 from trainkit.record import samples
@@ -18,6 +18,7 @@ TITLES = ("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "
 # The options of sbatch that a row tells of.
 OPTIONS = (MEMORY, CORES)
 UNKNOWN = ("-", "-", "-")
+LINES_OF_A_LOG = 20
 
 
 @entrypoint
@@ -28,11 +29,32 @@ def main() -> None:
         action="store_true",
         help="show instead what each job asked Slurm for, what it used, and what would have been enough",
     )
+    parser.add_argument(
+        "word",
+        nargs="?",
+        metavar="JOB or WORD",
+        help="show only this job, with the end of its log; or only the jobs with WORD in their name, their "
+        "script's path or its arguments",
+    )
+    options = parser.parse_args()
     site = read_site()
-    if parser.parse_args().asked:
+    if options.asked:
         _show_what_was_asked(site.jobs_dir)
     else:
-        print_table(listing.table(site))
+        _show(site, options.word)
+
+
+def _show(site: Site, word: str | None) -> None:
+    """Print the jobs, or those that match `word`; of a job that is named by its number also the log's end."""
+    jobs = [job for job in listing.jobs(site) if word is None or job.matches(word)]
+    if word and not jobs:
+        raise UserError(f"no job of this checkout matches {word}: see all with `python slurm/jobs.py`.")
+    named = [job for job in jobs if job.number == word]
+    print_table([listing.TITLES, *(job.cells() for job in named or jobs)])
+    for job in named:
+        if job.log:
+            end = job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:]
+            print_line("\n".join(["", f"the end of {job.log}:", *end]))
 
 
 def _show_what_was_asked(jobs_dir: Path) -> None:

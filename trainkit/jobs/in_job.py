@@ -91,12 +91,15 @@ def _script(options: argparse.Namespace, words: list[str]) -> str:
     else:
         path, *arguments = words
         script = Script(path, arguments)
+    job_in_slurm = slurm.fields(options.facts)
     script = replace(
         script,
         commit=options.version,
         repository=options.top_folder,
         array_element=slurm.array_element(options.facts),
         run_name=options.run_name,
+        job_name=job_in_slurm.get("JobName", ""),
+        log=job_in_slurm.get("StdOut", ""),
     )
     with suppress(OSError):  # a full disk
         job_folder.keep_script(options.folder, script)

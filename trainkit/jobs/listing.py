@@ -4,6 +4,7 @@ It reads the jobs' folders, and asks Slurm once for the user's queue, and once f
 ended well by their folders.
 """
 
+import shlex
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from trainkit.jobs.stages import REPOSITORY
 from trainkit.jobs.why import Evidence
 from trainkit.record import samples
 
-# The longest script with its arguments that a row shows, in characters.
-MOST_OF_A_SCRIPT = 40
-TITLES = ("job", "script", "state", "time", "restarts", "verdict, or why")
+# The longest script with its arguments that a row shows, in characters, and how many of them are its last:
+# several jobs often differ in their last arguments only.
+MOST_OF_A_SCRIPT = 60
+LAST_OF_A_SCRIPT = 25
+TITLES = ("job", "name", "script", "state", "time", "restarts", "verdict, or why")
 UNKNOWN = "-"
 
 
@@ -31,31 +34,37 @@ class Listed:
     Attributes:
         number: of the job, as squeue and scancel take it; on this machine without Slurm, of the process that
             controls its ranks.
-        script: what it runs; in a sweep the name of its run, as the arguments of its runs may begin alike; of
-            a job that has not begun, its name in Slurm.
+        name: of the job in Slurm.
+        script: what it runs, with the name of its folder; in a sweep the name of its run, as the arguments of
+            its runs may begin alike.
         state: queued, running, done, stopped (it has saved, and does not come back by itself), failed, or
             unknown, while Slurm does not answer.
         seconds: how long it ran, over all its starts; None if that is not known.
         restarts: how often it has come back from the queue.
         note: why it waits or has failed, else the first finding of the verdict.
+        words: in which `matches` looks: the paths of its script and its folder, and its arguments.
+        log: the path of its log; "" if that is not known.
     """
 
     number: str
+    name: str
     script: str
     state: str
     seconds: float | None = None
     restarts: int = 0
     note: str = ""
+    words: str = ""
+    log: str = ""
+
+    def matches(self, word: str) -> bool:
+        """Return whether this is the job with that number, or has the word in its name or in what it runs."""
+        return self.number == word or any(word in text for text in (self.name, self.script, self.words))
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, in the order of `TITLES`."""
         duration = UNKNOWN if self.seconds is None else _duration(self.seconds)
-        return (self.number, self.script, self.state, duration, str(self.restarts), self.note)
-
-
-def table(site: Site) -> list[tuple[str, ...]]:
-    """Return the jobs of this checkout as rows of text, the titles first, the latest job last."""
-    return [TITLES, *(job.cells() for job in jobs(site))]
+        name = self.name or UNKNOWN
+        return (self.number, name, self.script, self.state, duration, str(self.restarts), self.note)
 
 
 def jobs(site: Site) -> list[Listed]:
@@ -107,7 +116,16 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
         state, note = "failed", _why(folder, outcome, state_in_slurm)
     script = job_folder.read_script(folder)
     shown_number = script.number_in_slurm(number) if script else number
-    return Listed(shown_number, _script_words(script), state, seconds, restarts, note)
+    return _row(shown_number, script, state, seconds=seconds, restarts=restarts, note=note)
+
+
+def _row(number: str, script: Script | None, state: str, **more: object) -> Listed:
+    """Return the row of a job that has begun; `script` is what it has kept of what it runs."""
+    if script is None:
+        return Listed(number, "", UNKNOWN, state, **more)
+    words = shlex.join([script.path, *script.arguments])
+    more = {"log": script.log} | more
+    return Listed(number, script.job_name, _script_words(script), state, words=words, **more)
 
 
 def _of_this_machine(number: str, folder: Path) -> Listed:
@@ -129,7 +147,8 @@ def _of_this_machine(number: str, folder: Path) -> Listed:
             reasons = Evidence(folder, logs).reasons()
             note = reasons[0].text if reasons else ""
     seconds = None if until is None else until - began
-    return Listed(number, _script_words(job_folder.read_script(folder)), state, seconds, note=note)
+    log = str(folder / f"{number}_0_log.out")
+    return _row(number, job_folder.read_script(folder), state, seconds=seconds, note=note, log=log)
 
 
 def _why(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:
@@ -149,14 +168,14 @@ def _verdict(folder: Path) -> str:
     return told.partition("\n")[0].removeprefix("watch").strip()
 
 
-def _script_words(script: Script | None) -> str:
+def _script_words(script: Script) -> str:
     """Return the name of its run in a sweep, else that of a script with the arguments that fit into a row."""
-    if script is None:
-        return UNKNOWN
     if script.run_name:
         return script.run_name
     words = " ".join(map(beginning.printable, (script.label, *script.arguments)))
-    return words if len(words) <= MOST_OF_A_SCRIPT else f"{words[: MOST_OF_A_SCRIPT - 3]}..."
+    if len(words) <= MOST_OF_A_SCRIPT:
+        return words
+    return f"{words[: MOST_OF_A_SCRIPT - LAST_OF_A_SCRIPT - 3]}...{words[-LAST_OF_A_SCRIPT:]}"
 
 
 def _duration(seconds: float) -> str:
@@ -189,7 +208,12 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[Listed]:
         if _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir)):
             is_queued = state in slurm.QUEUED
             row = Listed(
-                shown_as, name, "queued" if is_queued else "running", note=reason if is_queued else ""
+                shown_as,
+                name,
+                UNKNOWN,
+                "queued" if is_queued else "running",
+                note=reason if is_queued else "",
+                words=f"{folder} {script}",
             )
             waiting.append(row)
     return waiting
