@@ -420,12 +420,14 @@ TRAINING_STEP = """
         if checkpointer.step(epoch, step):
             return
 """
-# What the page says in words: for several ranks, for workers, and for the sampler that skips.
+# What the page says in words: for several ranks, or one with persistent workers; for workers; and for the
+# sampler that skips.
 ON_RANKS = {
-    "shuffle=True": "sampler=DistributedSampler(train_set)",
+    "shuffle=True": "sampler=DistributedSampler(train_set, num_replicas=world_size, rank=rank)",
     "manual_seed(epoch)": "manual_seed(epoch * world_size + rank); train_loader.sampler.set_epoch(epoch)",
 }
 WITH_WORKERS = {"generator=": "num_workers=2, worker_init_fn=obey_the_trainer, generator="}
+PERSISTENT = {"generator=": f"persistent_workers=True, {WITH_WORKERS['generator=']}"}
 WITH_SAMPLER = {
     "sampler=DistributedSampler": "sampler=ResumableSampler",
     "set_epoch(epoch)": "set_epoch(epoch); train_loader.sampler.done = step * batch_size",
@@ -451,6 +453,7 @@ def _loop_of_the_page(how: str, changes: dict[str, str]) -> str:
     [
         ("loop", None, 18, {}),
         ("loop", 2, 10, ON_RANKS),
+        ("loop", None, 18, ON_RANKS | PERSISTENT),
         ("accumulation", None, 16, {}),
         ("accumulation", 2, 7, ON_RANKS),
         ("loop with noise", None, 18, WITH_WORKERS),
