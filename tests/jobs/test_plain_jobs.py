@@ -597,11 +597,11 @@ def test_its_exit_codes_count_without_slurm(fate: str, code: int, told: str, che
 
 # Its child ends by SIGINT with it, as those of `mp.spawn` do, or would not end with it.
 LEAVES_A_CHILD = """
-import os, signal, subprocess, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from trainkit.process import end_with
 rank = os.getpid()
-if not os.fork():
+if os.environ["RANK"] == "0" and not os.fork():
     if sys.argv[1] == "killed":
         end_with(rank, signal.SIGINT)
     Path("child.new").write_text(str(os.getpid()))
@@ -613,22 +613,24 @@ if not os.fork():
     os._exit(0)
 while not Path("child").exists():
     time.sleep(0.1)
-time.sleep(400 if sys.argv[1] == "killed" else 0)
+time.sleep(0 if sys.argv[1] == "fails" or os.environ["RANK"] == "1" else 400)
 sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("fate", ["killed", "fails"])
+@pytest.mark.parametrize("fate", ["killed", "fails", "peer fails"])
 def test_what_it_has_started_ends_with_it_without_slurm(fate: str, checkout: Checkout) -> None:
     """submit.py returns at once though its output is a pipe, and ending the job as it says ends all of it."""
     folder = write(checkout, LEAVES_A_CHILD).parent
-    command = (sys.executable, checkout.folder / "01_singlegpu" / "submit.py", "--plain", "train.py", fate)
-    told = succeeded(checkout.run(*command, cwd=folder)).stdout
+    options = ("--gpus", 2, "--wait") if fate == "peer fails" else ("--gpus", 1)
+    submit_py = checkout.folder / "03_multigpu_ddp" / "submit.py"
+    done = checkout.run(sys.executable, submit_py, *options, "--plain", "train.py", fate, cwd=folder)
+    assert done.returncode == int(fate == "peer fails"), done.stderr
     wait_until((folder / "child").exists)
-    child = psutil.Process(int((folder / "child").read_text()))
+    child = int((folder / "child").read_text())
     if fate == "killed":
-        ran("bash", "-c", re.search("^stop +(kill [0-9]+)$", told, re.MULTILINE)[1])
-    assert psutil.wait_procs([child], timeout=120)[1] == []
+        ran("bash", "-c", re.search("^stop +(kill [0-9]+)$", done.stdout, re.MULTILINE)[1])
+    wait_until(lambda: not psutil.pid_exists(child))
     assert (folder / "interrupted").exists() == (fate == "killed")
 
 
