@@ -223,7 +223,8 @@ def test_a_job_on_two_nodes_is_sampled(on_cluster: Checkout) -> None:
     assert f"meet at n1:{10_000 + job}" in log
     verdict, *_ = (folder / "told").read_text().splitlines()
     listed = on_cluster.python("slurm/jobs.py").stdout
-    row = rf"{job} +mnist-ddp +03_multigpu_ddp/mnist_ddp\.py .* +done +\d+ s +0 +{re.escape(verdict.removeprefix('watch   '))}"
+    finding = re.escape(verdict.removeprefix("watch   "))
+    row = rf"{job} +mnist-ddp +03_multigpu_ddp/mnist_ddp\.py .* +done +\d+ s +0 +{finding}"
     assert re.search(f"^{row}$", listed, re.MULTILINE), listed
     used = on_cluster.python("slurm/jobs.py", "--asked").stdout
     assert re.search(rf"\n{job} +16G +[01]\.\dG +[12]G +2 +\d\.\d +[12]\n", used), used

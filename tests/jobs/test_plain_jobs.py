@@ -387,12 +387,14 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
     assert f"\ncode    {commit} with changes in {script.parent}" in head, log
     kept = job_folder.read_script(on_cluster.folder / "results" / "jobs" / str(job))
     expected = job_folder.Script(str(script), [both], f"{commit}-dirty", str(script.parent))
-    assert replace(kept, python="", job_name="", log="") == expected and Path(kept.python).parent == Path(sys.executable).parent
+    assert replace(kept, python="", job_name="", log="") == expected
+    assert Path(kept.python).parent == Path(sys.executable).parent
     if launcher == "submitit":
         assert on_cluster.cluster.job(job)["JobName"] == "train" and path.parent.name.startswith("train-")
     listed = on_cluster.python("slurm/jobs.py", str(job)).stdout
     assert f"the end of {kept.log}:" in listed and log.splitlines()[-1] in listed
-    assert re.search(rf"^{job} +\S+ +\S+/train\.py .*failed +\d+ s +0 +.*rank 1", listed, re.MULTILINE), listed
+    row = rf"^{job} +\S+ +\S+/train\.py .*failed +\d+ s +0 +.*rank 1"
+    assert re.search(row, listed, re.MULTILINE), listed
 
 
 @pytest.mark.parametrize(
