@@ -349,12 +349,13 @@ if rank == 0:
     ("launcher", "fate", "code", "told"),
     [
         # As the kit's own errors end a rank, such as those of a Recorder.
-        ("srun", "from trainkit import errors; errors.fail('planted')", 1, "error on rank 1: planted"),
-        ("torchrun", "os._exit(7)", 7, "rank 1 on n1 ended with exit code 7"),
+        ("srun", BOTH_PRINTED + "from trainkit import errors; errors.fail('planted')", 1,
+         "error on rank 1: planted"),
+        ("torchrun", BOTH_PRINTED + "os._exit(7)", 7, "rank 1 on n1 ended with exit code 7"),
         # Once the group exists, PyTorch puts "[rank1]: " before each line. All ranks share the log.
-        ("srun", GROUP + "raise ValueError('planted')", 1,
+        ("srun", GROUP + BOTH_PRINTED + "raise ValueError('planted')", 1,
          "rank 1 on n1 ended with exit code 1: ValueError: planted"),
-        ("submitit", "raise ValueError('planted')", 1,
+        ("submitit", BOTH_PRINTED + "raise ValueError('planted')", 1,
          r"rank 1 on n1 ended with exit code 1: ValueError: planted \(in \d+_1_log.out\)"),
     ],
 )  # fmt: skip
@@ -365,11 +366,11 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
 
     The log begins with what was run, and the script's own commit; a job of submit.py has its name.
     """
-    script, both = write(on_cluster, FATES), BOTH_PRINTED + fate
+    script = write(on_cluster, FATES)
     commit = commit_of(script.parent)
     script.write_text(f"{FATES}\n")
     if launcher == "submitit":
-        done = on_cluster.submit_py("ddp", "--wait", "--plain", script, both)
+        done = on_cluster.submit_py("ddp", "--wait", "--plain", script, fate)
         assert done.returncode == 1
         assert re.search(f" failed: {told}\n$", done.stderr), done.stderr
         job = int(done.stdout.split()[1])
@@ -377,16 +378,16 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
         log = path.read_text()
         assert f"\nranks    ls '{path.parent}'/{job}_*_log.out\n" in done.stdout
     else:
-        job = on_cluster.submit(launcher, "--plain", script, both, sbatch=("--nodelist=n1",))
+        job = on_cluster.submit(launcher, "--plain", script, fate, sbatch=("--nodelist=n1",))
         on_cluster.cluster.wait(job)
         log = on_cluster.log(job)
     assert on_cluster.cluster.job(job)["ExitCode"] == f"{code}:0", log
     assert re.search(f"^why     {told}$", log, re.MULTILINE) and "so far 0\n" in log, log
     head = log[: log.index("\n\n")]
-    assert f"\nscript  '{script}' {both!r}\npython  {Path(sys.executable).parent}/" in head, log
+    assert f"\nscript  '{script}' {fate!r}\npython  {Path(sys.executable).parent}/" in head, log
     assert f"\ncode    {commit} with changes in {script.parent}" in head, log
     kept = job_folder.read_script(on_cluster.folder / "results" / "jobs" / str(job))
-    expected = job_folder.Script(str(script), [both], f"{commit}-dirty", str(script.parent))
+    expected = job_folder.Script(str(script), [fate], f"{commit}-dirty", str(script.parent))
     assert replace(kept, python="", job_name="", log="") == expected
     assert Path(kept.python).parent == Path(sys.executable).parent
     if launcher == "submitit":
