@@ -232,7 +232,7 @@ class SlurmHandle(Handle):
     @property
     def left_no_log(self) -> bool:
         """Return whether no log of the job, which has ended, is seen on this machine."""
-        return not any(log.exists() for log in self._logs())
+        return not any(log.exists() for log in job_log.paths(self.log))
 
     def cancel(self) -> None:
         """Cancel the job, unless it has ended."""

@@ -54,13 +54,17 @@ class Error(NamedTuple):
     text: str
 
 
+def paths(job_log: Path) -> set[Path]:
+    """Return a job's log, which may not be there, and the logs of its ranks beside it."""
+    name = OF_A_RANK.sub("", job_log.name)
+    if name == job_log.name:
+        return {job_log}
+    return {job_log, *(path for path in job_log.parent.glob(f"{name}_*") if OF_A_RANK.search(path.name))}
+
+
 def read(job_log: Path) -> dict[int, list[str]]:
     """Return the last lines of a job's log, and of the logs of its ranks beside it, by rank."""
-    name = OF_A_RANK.sub("", job_log.name)
-    paths = {job_log}
-    if name != job_log.name:
-        paths |= {path for path in job_log.parent.glob(f"{name}_*") if OF_A_RANK.search(path.name)}
-    logs = {_rank(path.name): last_lines(path) for path in paths}
+    logs = {_rank(path.name): last_lines(path) for path in paths(job_log)}
     return dict(sorted(logs.items()))
 
 

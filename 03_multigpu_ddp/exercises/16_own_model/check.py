@@ -81,7 +81,7 @@ _LOSS = "model(images), labels)"
 WRONG = [
     ("my_training.py", '= InMemoryDataset("waves", *waves(5', '= load_dataset(*waves(5', "still loads MNIST"),
     ("my_training.py", 'Run("waves"', 'Run("ddp"', "still called ddp"),
-    ("my_training.py", _TRAIN, _TRAIN.replace("dist_env", _ALONE), "both ranks"),
+    ("my_training.py", _TRAIN, _TRAIN.replace("dist_env", _ALONE), "the same samples"),
     ("my_training.py", _TEST, _TEST.replace("dist_env", _ALONE), "500 test waves"),
     ("my_training.py", _LOSS, f"{_LOSS} / dist_env.world_size", "averages the gradients already"),
     ("my_training.py", "F.cross_entropy", "F.nll_loss", "logarithms of probabilities"),
