@@ -223,7 +223,7 @@ tell_script() {
     top_folder=$(timeout 20 git -C "$folder" rev-parse --show-toplevel 2>/dev/null) || top_folder=""
     version=$(timeout 20 git -C "$folder" describe --always --dirty 2>/dev/null) || version=""
     answer=$(in_job 20 60 script ${plain:+--plain} "--run-name=${name_in_sweep:-}" "--version=$version" \
-        "--top-folder=$top_folder" "--repository=$REPOSITORY" -- "$@" 2>/dev/null) || answer=""
+        "--top-folder=$top_folder" "--repository=$REPOSITORY" "--log=$own_log" -- "$@" 2>/dev/null) || answer=""
     [[ $answer != *"# in_job script"* ]] || # container programs may print lines before it
         echo "${answer#*"# in_job script"$'\n'}"
     echo

@@ -10,6 +10,7 @@ keeps the outcome in the job's folder (`job_folder.Outcome`). It needs no packag
 """
 
 import argparse
+import os
 import shlex
 import socket
 import sys
@@ -91,15 +92,14 @@ def _script(options: argparse.Namespace, words: list[str]) -> str:
     else:
         path, *arguments = words
         script = Script(path, arguments)
-    job_in_slurm = slurm.fields(options.facts)
     script = replace(
         script,
         commit=options.version,
         repository=options.top_folder,
         array_element=slurm.array_element(options.facts),
         run_name=options.run_name,
-        job_name=job_in_slurm.get("JobName", ""),
-        log=job_in_slurm.get("StdOut", ""),
+        job_name=os.environ.get("SLURM_JOB_NAME", ""),
+        log=options.log,
     )
     with suppress(OSError):  # a full disk
         job_folder.keep_script(options.folder, script)
@@ -171,6 +171,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add = script.add_argument
     add("--version", required=True, help="of the code of the script, by git")
     add("--run-name", default="", help="of its run in a sweep")
+    add("--log", required=True, help="the job's own")
     add("--top-folder", required=True, help="of the git repository that it is in")
     add("--repository", required=True, help="this checkout")
     back = questions.add_parser("back")
