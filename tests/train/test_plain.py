@@ -68,7 +68,8 @@ import sys, torch
 from trainkit.training.recorder import Recorder
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-seen = Recorder("mine", model, optimizer, batch_size=10, epochs=3, dataset="d")
+epochs = max(3, int(sys.argv[2]))
+seen = Recorder("mine", model, optimizer, batch_size=10, epochs=epochs, dataset="d")
 for saved in sys.argv[4:]:
     seen.load_state_dict(torch.load(saved))
 for epoch in range(seen.first_epoch, int(sys.argv[2]) + 1):

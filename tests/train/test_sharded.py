@@ -256,13 +256,13 @@ def test_a_pipeline_trains_as_one_process_and_resumes_with_another_number(
 def test_a_shard_of_a_network_is_never_saved_as_all_of_it(
     split: str, part: str, script: Script, tmp_path: Path
 ) -> None:
-    """`Run` says so before the training; what was split later is not saved, either."""
+    """`Run` says so before the training, and after its first step of what was split later."""
     (own := tmp_path / "own.py").write_text(BY_RUN)
     given = ("--epochs", 1, "--batch-size", 32, "--save-model", *places(tmp_path))
     told = failed(script(own, *given, ranks=2, env={"SPLIT": split}))
     assert f"error on rank 0: {part} " in told and "give Run sharded=Sharded(model, optimizer)" in told
     assert not [*tmp_path.glob("checkpoints/epoch-*"), *tmp_path.glob("models/*.pt")]
-    assert len([*tmp_path.glob("runs/*.csv")]) == (split == "later")  # of the epoch that it has trained
+    assert not [*tmp_path.glob("runs/*.csv")]
 
 
 @pytest.mark.parametrize("split", ["fully_shard", "parallelize_module"])
