@@ -501,7 +501,7 @@ def test_other_ways_to_start(on_cluster: Checkout) -> None:
     ranks = re.findall(r"^rank (\d) of 4 --resume$", spawned_ranks, re.MULTILINE)
     assert sorted(ranks) == ["0", "1", "2", "3"], spawned_ranks
     listed = on_cluster.run(python, on_cluster.folder / "slurm" / "jobs.py").stdout
-    assert listed.count("package.train --lr ") == 2 and "run.sh --resume" in listed, listed
+    assert listed.count("package.train --lr ") == 2 and "run.sh' --resume" in listed, listed
 
 
 WHERE = """
