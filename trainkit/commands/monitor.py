@@ -130,7 +130,7 @@ def _sample_job_here(folder: Path, job_id: str) -> None:
     watch.sample_job_here(folder, f"job {job_id}", partial(local.has_ended, job_id, job))
     has_failed = job_folder.notes(job, "started", "failed", "lost") and job_folder.stopped(job) is None
     if has_failed:
-        log = job / f"{job_id}_0_log.out"
+        log = job_log.of_rank(job, job_id)
         reasons = why.Evidence(job, job_log.read(log), log=log).reasons()
         for sentence in why.sentences(reasons):
             print_line(sentence)

@@ -23,7 +23,6 @@ from trainkit import job_folder
 from trainkit.errors import UserError, print_line
 from trainkit.job_folder import Outcome
 from trainkit.jobs import ending, job_log, slurm
-from trainkit.jobs.job_log import MOST_OF_A_LOG_BYTES
 from trainkit.jobs.site import SHARED_FOLDERS_FIX
 from trainkit.jobs.slurm import COMPLETED, FAILED, GONE, PREEMPTED, QUEUED, UNKNOWN, JobStatus
 from trainkit.jobs.why import Evidence
@@ -82,7 +81,7 @@ class Progress:
             if size < self.read_bytes:
                 # Somebody has emptied it.
                 self.read_bytes = 0
-            start = max(self.read_bytes, size - MOST_OF_A_LOG_BYTES)
+            start = max(self.read_bytes, size - job_log.MOST_OF_A_LOG_BYTES)
             if start != self.read_bytes or start == 0:
                 self.unfinished_line = b""
             file.seek(start)

@@ -54,6 +54,11 @@ class Error(NamedTuple):
     text: str
 
 
+def of_rank(folder: Path, job_id: str, rank: int = 0) -> Path:
+    """Return the log of a rank of a job that submitit has sent from `folder`; that of rank 0 is the job's."""
+    return folder / f"{job_id}_{rank}_log.out"
+
+
 def paths(job_log: Path) -> set[Path]:
     """Return a job's log, which may not be there, and the logs of its ranks beside it."""
     name = OF_A_RANK.sub("", job_log.name)

@@ -119,18 +119,39 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     return _row(shown_number, script, state, seconds=seconds, restarts=restarts, note=note)
 
 
-def _row(number: str, script: Script | None, state: str, **more: object) -> Listed:
-    """Return the row of a job that has begun; `script` is what it has kept of what it runs."""
-    if script is None:
-        return Listed(number, "", UNKNOWN, state, **more)
-    words = shlex.join([script.path, *script.arguments])
-    more = {"log": script.log} | more
-    return Listed(number, script.job_name, _script_words(script), state, words=words, **more)
+def _row(
+    number: str,
+    script: Script | None,
+    state: str,
+    *,
+    seconds: float | None,
+    note: str,
+    restarts: int = 0,
+    log: str = "",
+) -> Listed:
+    """Return the row of a job that has begun.
+
+    Args:
+        script: what the job has kept of what it runs; None if there is nothing.
+        log: the path of its log; by default the one that the script names.
+    """
+    return Listed(
+        number=number,
+        name=script.job_name if script else "",
+        script=_script_words(script) if script else UNKNOWN,
+        state=state,
+        seconds=seconds,
+        restarts=restarts,
+        note=note,
+        words=shlex.join([script.path, *script.arguments]) if script else "",
+        log=log or (script.log if script else ""),
+    )
 
 
 def _of_this_machine(number: str, folder: Path) -> Listed:
     """Return the row of a job that runs, or ran, on this machine without Slurm."""
     began = _began_at(folder)
+    log = job_log.of_rank(folder, number)
     failed = job_folder.notes(folder, "failed")
     ended = job_folder.notes(folder, "failed", "finished", "lost")
     if not local.has_ended(number, folder):
@@ -143,12 +164,10 @@ def _of_this_machine(number: str, folder: Path) -> Listed:
             state, note = "stopped", f"its checkpoints are in {job_folder.stopped(folder)}"
         elif failed or not ended:
             state = "failed"
-            logs = job_log.read(folder / f"{number}_0_log.out")
-            reasons = Evidence(folder, logs).reasons()
+            reasons = Evidence(folder, job_log.read(log)).reasons()
             note = reasons[0].text if reasons else ""
     seconds = None if until is None else until - began
-    log = str(folder / f"{number}_0_log.out")
-    return _row(number, job_folder.read_script(folder), state, seconds=seconds, note=note, log=log)
+    return _row(number, job_folder.read_script(folder), state, seconds=seconds, note=note, log=str(log))
 
 
 def _why(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:

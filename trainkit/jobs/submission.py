@@ -28,7 +28,7 @@ from trainkit.config.command_line import Parser, at_least, given, time_limit
 from trainkit.data import staging
 from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable, explained
-from trainkit.jobs import array, limits, local, slurm
+from trainkit.jobs import array, job_log, limits, local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
 from trainkit.jobs.program import add_options, from_options, misplaced, note_on_environment, split
 from trainkit.jobs.sbatch_options import of_variables, option_of, sbatch_options
@@ -371,7 +371,7 @@ def find(folder: Path, tasks: int, results: Path) -> Handle | None:
     return LocalHandle(
         job_id=number,
         tasks=tasks,
-        log=folder / f"{number}_0_log.out",
+        log=job_log.of_rank(folder, number),
         folder=folder,
         results=results,
         has_ended=partial(local.has_ended, number, folder),
@@ -391,7 +391,7 @@ def _handle(
     return SlurmHandle(
         job_id=job_id,
         tasks=tasks,
-        log=folder / f"{job_id}_0_log.out",
+        log=job_log.of_rank(folder, job_id),
         folder=folder.parents[1] / job_id if index is None else array.link_to_folder(folder, index),
         results=results,
     )

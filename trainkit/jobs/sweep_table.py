@@ -71,7 +71,7 @@ def measured(handle: Handle) -> Measured:
 
 
 def _log(handle: Handle, rank: int) -> list[str]:
-    return job_log.last_lines(handle.log.with_name(f"{handle.job_id}_{rank}_log.out"))
+    return job_log.last_lines(job_log.of_rank(handle.log.parent, handle.job_id, rank))
 
 
 def _seconds_here(folder: Path) -> float | None:

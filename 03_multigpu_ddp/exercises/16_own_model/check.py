@@ -152,7 +152,7 @@ def train(program: ModuleType, size: int, folder: Path, epochs: int) -> Trained:
                 yield inputs, targets
 
         ResidentBatches.__iter__ = noting
-        inspect.unwrap(program.main)()  # without @entrypoint, which would end this process
+        inspect.unwrap(program.main)()  # without @entrypoint, which ends a process at an error
         return samples
 
     samples_of_ranks = in_ranks(rank, size, group=False)
