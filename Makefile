@@ -65,7 +65,7 @@ TOOLS_OF_ANY_DAY := --exclude-newer-package ruff=2100-01-01 --exclude-newer-pack
 test-lowest: VERSIONS := --resolution lowest-direct
 test-middle: VERSIONS := --exclude-newer 2026-01-01 $(TOOLS_OF_ANY_DAY)
 test-lowest test-middle:
-	@$(PYTHON) -m venv $(VENV)-$@
+	@"$(PYTHON)" -m venv $(VENV)-$@
 	@$(VENV)-$@/bin/python -m pip install --quiet uv
 	@$(VENV)-$@/bin/uv pip install --python $(VENV)-$@/bin/python $(VERSIONS) --editable '.[test]'
 	@$(VENV)-$@/bin/python -m pytest $(ARGS)
@@ -88,21 +88,21 @@ site: $(VENV)/ready-docs
 
 # Needs no packages of Python: it works before the environment is set up.
 cluster-up:
-	@$(PYTHON) slurm/practice_cluster/cluster.py up --slurm $(SLURM) --nodes $(NODES) --gpus $(GPUS) $(ARGS)
+	@"$(PYTHON)" slurm/practice_cluster/cluster.py up --slurm $(SLURM) --nodes $(NODES) --gpus $(GPUS) $(ARGS)
 
 cluster-down:
-	@$(PYTHON) slurm/practice_cluster/cluster.py down $(ARGS)
+	@"$(PYTHON)" slurm/practice_cluster/cluster.py down $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-test-*
 
 # Made again when the list of dependencies changes.
 $(VENV)/ready: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: $(PYTHON) is missing or older than 3.10: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
 	@echo "Setting up $(VENV) (once, a few minutes; PyTorch is several GB)"
 	@test -w . || { echo "error: you may not write here: make your own copy, or activate the environment of whoever owns it" >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || \
+	@"$(PYTHON)" -m venv $(VENV) || \
 	  { echo "error: $(PYTHON) cannot make an environment: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
 	@$(INSTALL) '.[course]'
 	@touch $@
