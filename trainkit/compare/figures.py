@@ -25,6 +25,8 @@ from trainkit.files import replacing
 
 # A user's matplotlibrc is not for our figures (seen: with text.usetex, and without LaTeX, none is drawn).
 matplotlib.rcdefaults()
+# Nor is our backend for what this process starts: a notebook draws with one of its own.
+del os.environ["MPLBACKEND"]
 
 # Keywords of matplotlib's artists.
 Look = dict[str, object]
