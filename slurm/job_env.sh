@@ -78,7 +78,7 @@ fi
 # A container may not pass on the environment. With the first two variables a rank finds its job's folder, and refuses
 # to train alone if it does not know the other ranks (trainkit/distributed/launchers.py).
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}"
-    env "TRAINKIT_JOB_DIR=$TRAINKIT_JOB_DIR" TRAINKIT_STARTED_BY=srun "TRAINKIT_PROCTRACK=$proctrack")
+    env "TRAINKIT_JOB_DIR=$TRAINKIT_JOB_DIR" TRAINKIT_STARTED_BY=srun ${proctrack:+"TRAINKIT_PROCTRACK=$proctrack"})
 
 # --- the log ----------------------------------------------------------------------------------------
 # The log of the job, if it is a file, and the logs of submitit for the ranks from 1 on, which lie beside it. Each
