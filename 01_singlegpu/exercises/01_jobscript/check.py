@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -94,12 +95,14 @@ WRONG = [
 ]
 # Stands in for srun: notes how it was called, and ends as the training is said to.
 STAND_IN = """\
-#!{python}
+#!/bin/sh
+exec {python} - "$@" <<'END'
 import json, os, sys
 called = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "cores": os.environ.get("SRUN_CPUS_PER_TASK")}}
 with open({notes!r}, "a") as file:
     print(json.dumps(called), file=file)
 sys.exit({exit_code})
+END
 """
 FAILURE = 3  # the exit code of a training that fails
 SECONDS = 60  # for the script, whose training is not started
@@ -255,7 +258,9 @@ def _run(script: Path, stage: Path, cores: str, exit_code: int) -> Started:
         commands = Path(place) / "bin"
         commands.mkdir()
         srun = commands / "srun"
-        srun.write_text(STAND_IN.format(python=sys.executable, notes=str(notes), exit_code=exit_code))
+        srun.write_text(
+            STAND_IN.format(python=shlex.quote(sys.executable), notes=str(notes), exit_code=exit_code)
+        )
         # A cluster may have these two, and this machine not.
         for name in ("module", "scontrol"):
             (commands / name).write_text("#!/bin/sh\n")
