@@ -70,10 +70,20 @@ def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tm
 
 
 def test_a_rank_that_has_obeyed_gets_no_second_signal(tmp_path: Path) -> None:
-    """Where Slurm signals the ranks and our torchrun. Each goes back to the default first, as Python does."""
-    script, default = tmp_path / "obeys.py", "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])"
-    obey = "os.kill(os.getppid(), signal.SIGUSR2); time.sleep(2)"
-    script.write_text(f"import os, signal, time\n{default}\n{obey}\n")
+    """Where Slurm signals the ranks and our torchrun. Both go back to the default first, as Python does."""
+    script = tmp_path / "obeys.py"
+    script.write_text(f"""
+import os, signal, time
+from pathlib import Path
+
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+folder = Path({str(tmp_path)!r})
+(folder / f"rank-{{os.environ['RANK']}}").touch()
+while len([*folder.glob("rank-*")]) < 2:
+    time.sleep(0.1)
+os.kill(os.getppid(), signal.SIGUSR2)
+time.sleep(2)
+""")
     done = ran(*TORCHRUN, script)
     assert done.returncode == 0, done.stderr
 
