@@ -5,10 +5,12 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -651,7 +653,8 @@ def test_one_page_to_share(plot: Callable, forking: Forking, tmp_path: Path) -> 
     asked = [ROOT / "results" / "how_many_gpus.py", runs, "--target", 98, "--json"]
     answer = json.loads(succeeded(forking.run(*asked, env=ENVIRONMENT)).stdout)
     assert answer["best"]["devices"] == 2 and f"<p>{answer['sentence']}</p>" in page
-    assert f"plot_results.py {runs} --out {tmp_path} --target 98</pre>" in page
+    command = f"plot_results.py {shlex.quote(str(runs))} --out {shlex.quote(str(tmp_path))} --target 98"
+    assert f"{escape(command)}</pre>" in page
 
 
 def test_a_page_to_share_says_why_there_is_no_answer(plot: Callable, tmp_path: Path) -> None:
