@@ -18,7 +18,7 @@ from conftest import REPOSITORY, ran
 from trainkit import devices as device
 from trainkit.distributed import process_group
 from trainkit.doctor import checkup, checkup_torch, cli, login_node, script_imports
-from trainkit.doctor.checkup import FAULT, OK, WARNING, Finding, findings_in, read_messages
+from trainkit.doctor.findings import FAULT, FIXES, OK, WARNING, Finding, findings_in, read_messages
 from trainkit.errors import UserError
 from trainkit.jobs import site, slurm
 from trainkit.record.records import read_all_reduce
@@ -363,7 +363,7 @@ def test_a_folder_that_is_not_shared(
     [
         ("UserError('no usable MNIST in /data (x is missing): get it once')",
          {"message": "no usable MNIST in /data (x is missing)", "fix": "get it once"}),
-        ("ImportError('no libnccl.so.2')", {"message": "no libnccl.so.2", "fix": checkup.FIXES["software"]}),
+        ("ImportError('no libnccl.so.2')", {"message": "no libnccl.so.2", "fix": FIXES["software"]}),
         ("RuntimeError()", {"message": "RuntimeError()"}),
     ],
 )  # fmt: skip

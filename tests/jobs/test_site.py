@@ -10,7 +10,7 @@ from checkout import Checkout
 from conftest import succeeded
 
 from trainkit.doctor import login_node
-from trainkit.doctor.checkup import FAULT, WARNING
+from trainkit.doctor.findings import FAULT, WARNING
 from trainkit.jobs import site
 
 ENDS = "ends the shell"

@@ -7,99 +7,37 @@ JSON, so its findings are reported even if it hangs or dies later. For the same 
 imported before it is needed, and nothing waits without a limit.
 """
 
-import json
 import os
-import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from trainkit import files, job_folder
 from trainkit.config.command_line import Parser
 from trainkit.distributed import names
 from trainkit.distributed.launchers import node
+from trainkit.doctor.findings import (
+    FAULT,
+    FIXES,
+    OK,
+    STEP_SECONDS,
+    TO_THE_ADMIN,
+    WARNING,
+    Finding,
+    fault_from,
+    has_fault,
+    send,
+)
 from trainkit.errors import UserError, entrypoint, first_line
-from trainkit.jobs.site import SHARED_FOLDERS_FIX
 
-OK, WARNING, FAULT = "ok", "warning", "fault"
-# The prefix of every line for the doctor.
-MARK = "checkup "
 # The name of a file that shows whether a folder is shared.
 NOTE = ".doctor-{job}-{node}"
-# The limit of a step. CUDA and NCCL may need minutes to start on eight idle GPUs (without persistence mode),
-# and the ranks then reach the group minutes apart.
-STEP_SECONDS = 180
-# What to do about an error that does not say so itself.
-FIXES = {
-    "folders": SHARED_FOLDERS_FIX,
-    "software": "have activate_environment in slurm/site.sh choose one environment that every node sees",
-    "gpus": "look at `nvidia-smi` on that node, and report it to your admin",
-    "group": "fix the faults in ranks and names first; then try SITE_NETWORK_INTERFACE or NCCL_DEBUG=INFO",
-    "all-reduce": "do not train there, and tell your admin; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 may help",
-}
-TO_THE_ADMIN = "report it to your admin"
 # Until other nodes see a new file. NFS caches listings for a while.
 NOTES_SECONDS = 15
 # srun cuts the ranks' lines at 1,024 bytes.
 MOST_OF_AN_ERROR_CHARACTERS = 500
-
-
-class Finding(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        check: its name.
-        level: `OK`, `WARNING` or `FAULT`.
-        message: what was seen.
-        fix: what to do, if anything.
-        node: the node that has seen it; None for the login node.
-        rank: the rank that has seen it, if it is not the whole node's.
-    """
-
-    check: str
-    level: str
-    message: str
-    fix: str = ""
-    node: str | None = None
-    rank: int | None = None
-
-
-def has_fault(findings: Iterable[Finding]) -> bool:
-    return any(finding.level == FAULT for finding in findings)
-
-
-def fault_from(check: str, error: str, fix: str = "") -> Finding:
-    """Turn an error's text into a fault; `fix` is for an error that does not say what to do.
-
-    A `UserError` mostly does: "what is wrong (why): what to do".
-    """
-    message, _, own_fix = error.removeprefix("error: ").partition("): ")
-    if own_fix:
-        return Finding(check, FAULT, f"{message})", own_fix)
-    return Finding(check, FAULT, message, fix)
-
-
-def for_the_cpu_only(most_gpus: int) -> Finding:
-    """Return the fault of a PyTorch that cannot use the GPUs of the cluster's nodes."""
-    message = f"PyTorch is for the CPU only, but nodes of this cluster have up to {most_gpus} GPUs"
-    return Finding(
-        "gpus", FAULT, message, "install a PyTorch for GPUs: https://pytorch.org/get-started/locally"
-    )
-
-
-def read_messages(log: str) -> Iterator[dict]:
-    """Yield the messages in a job's log; skip other lines, and those that are cut short."""
-    for text in re.findall(MARK + r'(\{"rank": .*)', log):
-        with suppress(ValueError):
-            yield json.loads(text)
-
-
-def findings_in(messages: Iterable[dict]) -> list[Finding]:
-    return [Finding(**message["finding"]) for message in messages if "finding" in message]
 
 
 @entrypoint
@@ -145,12 +83,6 @@ def main() -> None:
     if may_meet and _step("group", checkup_torch.join):
         _step("all-reduce", checkup_torch.all_reduce, nodes)
     _end()
-
-
-def send(**facts: object) -> None:
-    """Print a line for the doctor, in one write."""
-    line = MARK + json.dumps({"rank": int(os.environ.get("SLURM_PROCID", 0)), **facts})
-    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def _end() -> NoReturn:
@@ -250,13 +182,6 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
     yield Finding(
         "folders", OK, "can write to the results and job folders, and sees the files of the other nodes"
     )
-
-
-def in_words(number_of_bytes: int) -> str:
-    """Format a size such as 4 MB."""
-    if number_of_bytes < 2**20:
-        return f"{number_of_bytes // 2**10} KB"
-    return f"{number_of_bytes // 2**20} MB"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from trainkit import devices
 from trainkit.distributed import launchers, process_group
 from trainkit.distributed.launchers import node
-from trainkit.doctor.checkup import (
+from trainkit.doctor.findings import (
     FAULT,
     FIXES,
     OK,

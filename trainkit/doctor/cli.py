@@ -30,8 +30,19 @@ from pathlib import Path
 
 from trainkit.config.command_line import Parser, at_least, given
 from trainkit.data.staging import SHARED_DATA_FIX
-from trainkit.doctor import checkup, login_node
-from trainkit.doctor.checkup import FAULT, NOTE, OK, WARNING, Finding, findings_in, has_fault, read_messages
+from trainkit.doctor import login_node
+from trainkit.doctor.checkup import NOTE
+from trainkit.doctor.findings import (
+    FAULT,
+    FIXES,
+    OK,
+    WARNING,
+    Finding,
+    findings_in,
+    has_fault,
+    in_words,
+    read_messages,
+)
 from trainkit.errors import UserError, entrypoint, print_line, reason
 from trainkit.jobs import limits, local, slurm
 from trainkit.jobs.following import NO_LOG, SlurmHandle
@@ -98,7 +109,7 @@ def _seen_by(findings: list[Finding]) -> str:
 def _print_all_reduce(rows: list[dict]) -> None:
     print_line("\nall-reduce     time ms   bus GB/s")
     for row in rows:
-        size = checkup.in_words(row["bytes"])
+        size = in_words(row["bytes"])
         milliseconds = 1000 * row["seconds"]
         print_line(f"{size:>10} {milliseconds:11.3f} {row['bus_gb_s']:10.3f}")
     print_line("the most that links carry: see 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
@@ -288,7 +299,7 @@ def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
     versions = {finding.message for finding in findings if finding.check == "software"}
     if len(versions) > 1:
         message = "the software is not the same on every node"
-        findings.append(Finding("software", FAULT, message, checkup.FIXES["software"]))
+        findings.append(Finding("software", FAULT, message, FIXES["software"]))
     world_size = max(message.get("size", 0) for message in messages)
     ended = {message["rank"] for message in messages if "ended" in message}
     silent = sorted(set(range(world_size)) - ended)

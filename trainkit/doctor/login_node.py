@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainkit import files, kit_python
 from trainkit.doctor import script_imports
-from trainkit.doctor.checkup import (
+from trainkit.doctor.findings import (
     FAULT,
     OK,
     WARNING,

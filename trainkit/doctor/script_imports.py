@@ -16,7 +16,7 @@ import os
 import sys
 import traceback
 
-# As of doctor/checkup.py, which needs a newer Python.
+# As of doctor/findings.py, which needs a newer Python.
 MARK = "checkup "
 
 
