@@ -361,7 +361,7 @@ def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
     assert found == expected, said
 
 
-PROFILE = REPOSITORY / "03_multigpu_ddp" / "exercises" / "19_profile"
+PROFILE = REPOSITORY / "03_multigpu_ddp" / "exercises" / "15_profile"
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_first_steps(tmp_path: Path) -> None:
     assert sum(line.startswith("Slurm   ") for line in told) == 1
     of_each = [(folder.parents[1].name, folder.name.partition("_")[2]) for folder in FOLDERS]
     names = {stage: [name for of, name in of_each if of == stage] for stage in STAGE_FOLDERS}
-    first, _, third = STAGE_FOLDERS
+    first, third = STAGE_FOLDERS
     core = {
         folder.name.partition("_")[2] for folder in FOLDERS if "**Core" in (folder / "README.md").read_text()
     }

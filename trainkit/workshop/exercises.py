@@ -237,7 +237,8 @@ class CorePath:
     """The core exercises of all stages, in order, and which are done."""
 
     def __init__(self, repository: Path) -> None:
-        self.stages = [folder.parent for folder in sorted(repository.glob("0*/exercises"))]
+        # A stage without exercises also has a lesson.
+        self.stages = [page.parent for page in sorted(repository.glob("0*/README.md"))]
         self.workbooks = [Workbook(stage / "exercises") for stage in self.stages]
         every = [exercise for workbook in self.workbooks for exercise in workbook.exercises]
         self.exercises = sorted(
