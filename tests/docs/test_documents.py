@@ -23,7 +23,6 @@ import torch
 from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
 from forking import Forking
 from pictures import comparison_figures, recording
-from pictures.svg import COLOURS
 from setuptools.config.pyprojecttoml import load_file
 from test_packages import imports
 from torch.utils.data import DataLoader
@@ -34,7 +33,6 @@ from trainkit.training import sharded
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-TEST = re.compile(r"\[(test_\w+)\]\(([^)#]+)\)")
 CODE = re.compile(r"`[^`\n]*`")
 # Commands that other tests run, or that are the test itself.
 RUN_ELSEWHERE = {
@@ -176,8 +174,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", target.read_text()), re.MULTILINE)
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in anchors, f"{name}#{anchor}"
-    for test, file in TEST.findall(page.read_text()):
-        assert f"\ndef {test}(" in (page.parent / file).read_text(), test
 
 
 def test_the_speed_of_a_training_is_that_of_long_epochs() -> None:
@@ -214,24 +210,6 @@ def test_the_files_to_open_for_a_change_are_there() -> None:
     assert not [name for name in named if not (REPOSITORY / name).exists()]
 
 
-def test_the_list_of_promises_is_up_to_date() -> None:
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    table = text.partition("## The promises")[2].partition("\n## ")[0]
-    promises = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    assert len(promises) >= 20
-    for promise in promises:
-        _, _, page, tests, _ = promise.split("|")
-        assert re.search(r"\]\([\w./-]+\.md#[\w-]+\)", page), (
-            promise
-        )  # test_links_lead_somewhere looks for its heading
-        held_by = re.findall(r"`(\w+\.py)`: (`\w+`(?:, `\w+`)*)", tests)
-        assert held_by, promise
-        for file, names in held_by:
-            (path,) = REPOSITORY.glob(f"tests/*/{file}")
-            for name in re.findall(r"\w+", names):
-                assert f"\ndef {name}(" in path.read_text(), name
-
-
 def test_from_one_stage_to_the_next_little_changes() -> None:
     def changed(before: str, after: str) -> int:
         return sum(line.startswith(">") for line in ran("diff", before, after).stdout.splitlines())
@@ -239,22 +217,6 @@ def test_from_one_stage_to_the_next_little_changes() -> None:
     stages = [str(path) for path in sorted(REPOSITORY.glob("0*/mnist_*.py"))]
     assert changed(stages[0], stages[1]) <= 20
     assert changed(stages[1], stages[2]) <= 20
-
-
-@pytest.mark.parametrize("stage", sorted(STAGES))
-def test_the_training_step_stands_in_the_stage(stage: str) -> None:
-    """Forward, loss, backward and step, in this order, visible in the script."""
-    lines = [line.partition("#")[0].strip() for line in STAGES[stage].read_text().splitlines()]
-    first = lines.index("optimizer.zero_grad()")
-    assert lines[first : first + 7] == [
-        "optimizer.zero_grad()",
-        "with autocast:",
-        "loss = F.nll_loss(model(images), labels)",
-        "loss.backward()",
-        "optimizer.step()",
-        "lr_scheduler.step()",
-        "run.log(loss=loss)",
-    ]
 
 
 PROGRAM = re.compile(
@@ -328,19 +290,6 @@ def test_bench_measures_the_ladder(forking: Forking) -> None:
     assert float(done.stdout) > 0
 
 
-def test_every_do_and_dont_names_what_holds_it() -> None:
-    """CONTRIBUTING.md has the tests of each row; test_links_lead_somewhere looks for them."""
-    page = (REPOSITORY / "03_multigpu_ddp" / "DOS_AND_DONTS.md").read_text()
-    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    table = text.partition("## The dos and don'ts")[2].partition("\n## ")[0]
-    told, held = (
-        [line.split(" | ") for line in text.splitlines() if line[:2] == "| "] for text in (page, table)
-    )
-    told = [do.replace("(beyond/", "(03_multigpu_ddp/beyond/") for do, dont in told if dont != "don't |"]
-    assert len(told) >= 25
-    assert told == [do for do, tests in held if TEST.search(tests)]
-
-
 def test_the_lines_that_a_lesson_compares_stand_in_the_job_scripts() -> None:
     folder = STAGES["ddp"].parent
     table = (folder / "STARTING.md").read_text().partition("| a line of [slurm_submit.sh]")[2]
@@ -354,28 +303,6 @@ def test_the_lines_that_a_lesson_compares_stand_in_the_job_scripts() -> None:
         if not alone.startswith("not there"):
             for code in re.findall(r"`([^`]+)`", alone):
                 assert code in (folder / "plain_slurm.sh").read_text()
-
-
-FIGURES_OF_MAKE_COMPARE = ("throughput", "speedup", "accuracy")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in lessons.files("*/pictures/*.svg") if path.stem not in FIGURES_OF_MAKE_COMPARE],
-    ids=lambda path: str(path.relative_to(REPOSITORY)),
-)
-def test_a_picture_has_a_title_and_the_colours_of_all_pictures(path: Path) -> None:
-    """Each colour by a name, which means the same everywhere, and with its form on a dark page."""
-    drawing = ElementTree.fromstring(path.read_text())
-    assert drawing.find("{*}title").text
-    style = drawing.find("{*}style").text
-    assert "prefers-color-scheme: dark" in style
-    for shape in drawing.iter():
-        for kind in {"fill", "stroke"} & set(shape.attrib):
-            (name,) = re.findall(rf"\b{kind}-([\w-]+)", shape.get("class", "")) or ["none"]
-            light, dark = COLOURS.get(name, ("none", ""))
-            assert shape.get(kind) == light, ElementTree.tostring(shape)
-            assert name == "none" or f".{kind}-{name} {{ {kind}: {dark} }}" in style
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
@@ -400,9 +327,6 @@ def test_the_recorded_session_shows_the_committed_runs(plot: Callable, tmp_path:
 def test_the_figures_of_a_page_are_those_that_make_compare_draws() -> None:
     for path, figure in comparison_figures.drawn().items():
         assert comparison_figures.shown(figure) == comparison_figures.kept(path), "run `make lessons`"
-        dark_style, drawing = path.read_text().split("</style>", 1)
-        for kind, colour in set(re.findall(r"\b(fill|stroke): (#\w{6})", drawing)):
-            assert f'[style*="{kind}: {colour}"]' in dark_style, "this colour has no form on a dark page"
 
 
 old = pytest.mark.skipif(torch.__version__ < sharded.NEEDED, reason="gpt.py needs a newer PyTorch")

@@ -150,27 +150,18 @@ def test_convert_accepts_batchnorm_over_all_ranks(learner: Callable[[Path], Lear
 
 @each
 def test_an_exercise_has_all_its_parts(folder: Path) -> None:
-    lines = (folder / "README.md").read_text().splitlines()
-    assert lines[0].startswith("# ")
     exercise = Exercise(folder)
-    assert 3 <= exercise.minutes <= 45
-    assert exercise.kind == "extra" or "\n**Explain** in one sentence: " in (folder / "README.md").read_text()
     assert len(exercise.hints) == 3 and all(exercise.hints)
     assert len(CHECKS[folder]["WRONG"]) >= 2
     shipped = {path.name for path in folder.glob("starter/*")}
     assert {*exercise.solution} <= shipped | {"answers.txt"}
-    for path in [*folder.glob("*.*"), *folder.glob("s*/*.*")]:  # not mine/
-        path.read_text(encoding="ascii")
 
 
 def test_the_core_path_is_that_of_the_timetable() -> None:
     steps = {exercise.step: exercise.name for exercise in map(Exercise, FOLDERS) if exercise.kind == "core"}
     text = (REPOSITORY / "INSTRUCTORS.md").read_text().partition("## The core path in three hours")[2]
     table = text.partition("\n## ")[0]
-    headers = " ".join((folder / "README.md").read_text().split("\n\n")[1] for folder in FOLDERS)
-    assert re.findall(r"Core, \d+ of (\d+)", headers) == [str(len(steps))] * len(steps)
     assert [steps[step] for step in range(1, len(steps) + 1)] == re.findall(r"exercise `(\w+)`", table)
-    assert sum(map(int, re.findall(r"^\| \d:\d\d \| (\d+) \|", table, re.MULTILINE))) == 3 * 60
 
 
 CLOCK = REPOSITORY / "01_singlegpu" / "exercises" / "02_clock"

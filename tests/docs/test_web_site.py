@@ -57,18 +57,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_page_is_there_in_the_order_of_the_course(checkout: Path) -> None:
+def test_every_page_is_there_and_in_the_table_of_contents(checkout: Path) -> None:
     site = checkout / "site"
-    assert len(PAGES) > 60
     for page in PAGES:
         assert (site / page).with_suffix(".html").exists(), page
         if page.name == "README.md":
             assert (site / page).with_name("index.html").exists()
-    order = ["README", "01_singlegpu/README", "02_multigpu_dp/README", "03_multigpu_ddp/README"]
-    order += ["YOUR_TRAINING", "slurm/README", "results/README", "INSTRUCTORS", "GLOSSARY", "CONTRIBUTING"]
     addresses = Page(site / "search.html").addresses
-    places = [addresses.index(f"{name}.html") for name in order]
-    assert places == sorted(places)
     (exercise,) = (site / "03_multigpu_ddp/exercises").glob("*_hang/README.html")
     assert str(exercise.relative_to(site)) in addresses
 
@@ -105,8 +100,6 @@ def test_what_github_shows_the_site_shows(checkout: Path) -> None:
             assert not re.search(r"^ *%", text, re.MULTILINE), page
         words = re.sub(r"<(pre|code|script|style)\b.*?</\1>|<!--.*?-->", "", shown, flags=re.DOTALL)
         assert not re.search(r"\]\(|\*\*|```|quote: |\|---", words), page
-    front = Page(checkout / "site" / "README.html")
-    assert "no faster than 4" in front.images[0]["alt"]
     notebook = Page(checkout / "site" / "02_multigpu_dp" / "multi_gpu.html")
     assert notebook.images[0]["src"].startswith("data:image/png")
 
