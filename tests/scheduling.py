@@ -29,6 +29,9 @@ class GroupedTests(LoadScopeScheduling):
         path = self.config.rootpath / file
         name = test.partition("[")[0]
         if name in _tests_of_a_cluster(path):
+            if self.config.getoption("markexpr") == "cluster":
+                # No other tests fill the time, so each worker has a cluster, for one file after the other.
+                return file
             files = _files_of_a_cluster()
             return f"cluster {files.index(path) * CLUSTERS // len(files)}"
         if 'scope="module"' in path.read_text():

@@ -258,6 +258,8 @@ def test_a_command_of_the_documents_runs(
         shorter += " --lr-warmup-images 600"  # no more than are trained
     if "--checkpoint-dir" in command:
         shorter += f" --checkpoint-dir {shlex.quote(str(tmp_path / 'checkpoints'))}"
+    if command == "python fast.py":
+        shorter += " --batch-size 16"
     if "breakdown.py" in command:
         shorter += f" --repeats 1 --train-size 600 --width 4 --results-dir {shlex.quote(str(tmp_path))}"
     if "mnist_" in command or ("beyond" in str(readme) and "gpt" not in command):
