@@ -21,7 +21,8 @@ from pathlib import Path
 LOADED = (
     *("torch", "torch._dynamo", "torch.distributed.nn.functional"),  # for a training
     *("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),  # for one that is split
-    *("matplotlib.pyplot", "pandas", "psutil", "tqdm"),  # for a comparison
+    "torchvision.datasets",  # for a plain script
+    *("matplotlib.pyplot", "pandas", "psutil", "scipy.optimize", "tqdm"),  # for a comparison
 )
 SECONDS_FOR_A_PROGRAM = 300
 

@@ -1,13 +1,7 @@
-"""Trains the learner's network on two ranks, counts what each keeps, and compares with one process."""
+"""Reads what the learner's runs on two and on four ranks have written, and the answers."""
 
-from types import ModuleType
+import json
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-
-from trainkit.workshop.ranks import in_ranks
 from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
@@ -58,18 +52,17 @@ SOLUTION = {
 ''',
 }
 STARTS_WITH = "`prediction`"
-BLOCKS = "    for block in model.blocks:\n        fully_shard(block)\n"
+RECORDED = {"03_multigpu_ddp/exercises/13_fsdp/recorded": []}
+WHOLE = 792_064 * 16 / 1e6  # MB: each weight, its gradient, and the two means of AdamW
+SHARDED_MODULES = 5  # the four blocks, and the network around them
+TWO = "runs/2-ranks.json"
+FOUR = "runs/4-ranks.json"
+ALL_FIVE = f'"sharded_modules": {SHARDED_MODULES}'
 WRONG = [
-    ("split.py", BLOCKS, "", "the whole network is gathered at once"),
-    ("split.py", "    fully_shard(model)\n", "", "outside the blocks"),
-    ("split.py", "    return model\n", "", "returns nothing"),
-    (
-        "split.py",
-        BLOCKS + "    fully_shard(model)\n    return model",
-        "    return DistributedDataParallel(model)",
-        "as with DDP",
-    ),
-    ("split.py", BLOCKS + "    fully_shard(model)\n", "", "The losses are not those"),
+    (TWO, ALL_FIVE, '"sharded_modules": 0', "as with DDP"),
+    (TWO, ALL_FIVE, '"sharded_modules": 1', "the whole network is gathered at once"),
+    (TWO, ALL_FIVE, '"sharded_modules": 4', "outside the blocks"),
+    (FOUR, '"losses": [7', '"losses": [8', "not those of one process"),
     ("answers.txt", "ddp_four = 12.7", "ddp_four = 3.2", "has the whole network"),
     ("answers.txt", "fsdp_two = 6.3", "fsdp_two = 12.7", "half of it"),
     ("answers.txt", "fsdp_four = 3.2", "fsdp_four = 0.8", "weights alone"),
@@ -77,78 +70,65 @@ WRONG = [
     ("answers.txt", "traffic = 1.5", "traffic = 1", "three parts"),
     ("answers.txt", "traffic = 1.5", "traffic = 3", "two parts"),
 ]
-STEPS = 4
-BYTES = 16  # for each weight: itself, its gradient, and the two means of AdamW
+# Those of one process with these weights and sequences, by the number of the step.
+LOSSES = {1: 7.081, 10: 1.458}
 
 
 def check(workspace: Workspace) -> str:
     answers = workspace.answers()
     prediction = answers.number("prediction")
-    program = workspace.module("split.py")
-    torch.manual_seed(1)
-    model = program.GPT()
-    whole = BYTES * sum(weight.numel() for weight in model.parameters()) / 1e6
-    true, _ = program.train(model, program.sequences(0, 1), STEPS)
-    ranks = in_ranks(lambda rank, size: behave(program, rank, size), size=2)
-    check_shards(ranks[0], whole)
-    for step, losses in enumerate(zip(*(seen["losses"] for seen in ranks), strict=True)):
-        mean = sum(losses) / len(losses)
-        if not is_close(mean, true[step], 1e-3):
-            raise Wrong(
-                f"The losses are not those of one process: {mean:.4f} in step {step + 1} instead of "
-                f"{true[step]:.4f}. Do the ranks still average their gradients?"
-            )
-    check_answers(answers, whole)
+    for ranks in (2, 4):
+        check_run(workspace, ranks)
+    check_answers(answers)
     return (
-        f"Each of two ranks keeps {ranks[0]['kept']:.1f} MB instead of {whole:.1f} (you predicted "
+        f"Each of two ranks keeps {WHOLE / 2:.1f} MB instead of {WHOLE:.1f} (you predicted "
         f"{prediction:g}), with the losses of one process. Each of N ranks keeps one Nth, besides its "
         "activations and the one block that is whole at a time. The price is half as much traffic again, "
         "which travels while other blocks compute. beyond/GPT.md measures it with 124 million weights."
     )
 
 
-def behave(program: ModuleType, rank: int, size: int) -> dict[str, object]:
-    """Train the learner's network in this rank, and return what it keeps and its losses."""
-    torch.manual_seed(1)
-    model = program.shard(program.GPT())
-    if not isinstance(model, nn.Module):
-        raise Wrong("`shard` returns nothing, but it has to return the network.")
-    losses, kept = program.train(model, program.sequences(rank, size), STEPS)
-    inner = model if isinstance(model, program.GPT) else model.module
-    dist.barrier()
-    return {
-        "losses": losses,
-        "kept": sum(kept.values()),
-        "is_whole": isinstance(inner, FSDPModule),
-        "blocks": sum(isinstance(block, FSDPModule) for block in inner.blocks),
-        "of": len(inner.blocks),
-        "is_ddp": inner is not model,
-    }
-
-
-def check_shards(seen: dict[str, object], whole: float) -> None:
-    kept = seen["kept"]
-    if seen["is_ddp"]:
-        raise Wrong(f"Each rank keeps all {kept:.1f} MB, as with DDP: use fully_shard instead.")
-    if seen["is_whole"] and seen["blocks"] < seen["of"]:
+def check_run(workspace: Workspace, ranks: int) -> None:
+    name = f"runs/{ranks}-ranks.json"
+    if not (workspace.folder / name).exists():
         raise Wrong(
-            f"{seen['blocks']} of {seen['of']} blocks are sharded by themselves. Each rank keeps its "
-            "shard, but in every step the whole network is gathered at once, so the peak is that of DDP."
+            f"There is no mine/{name}: run mine/split.py on {ranks} ranks, or use our runs with `recorded`."
         )
-    if seen["blocks"] and not is_close(kept, whole / 2, 0.05):
+    run = json.loads(workspace.text(name))
+    kept = run["megabytes"]
+    sharded = run["sharded_modules"]
+    if not sharded:
         raise Wrong(
-            f"Each rank keeps {kept:.1f} MB, not half of {whole:.1f}: what is outside the blocks, the "
-            "embedding and the head, is still whole on each rank, and its gradients are not averaged."
+            f"On {ranks} ranks, each keeps all {kept:.1f} MB, as with DDP: use fully_shard instead, and run "
+            "both commands again."
         )
+    if sharded == 1:
+        raise Wrong(
+            "The blocks are not sharded by themselves. Each rank keeps its shard, but in every step the "
+            "whole network is gathered at once, so the peak is that of DDP."
+        )
+    if sharded < SHARDED_MODULES or not is_close(kept, WHOLE / ranks, 0.05):
+        raise Wrong(
+            f"Each of {ranks} ranks keeps {kept:.1f} MB, and {sharded} modules are sharded by themselves: "
+            "what is outside the blocks, the embedding and the head, or a block is still whole on each rank, "
+            "and its gradients are not averaged."
+        )
+    for step, true in LOSSES.items():
+        loss = run["losses"][step - 1]
+        if not is_close(loss, true, 0.01):
+            raise Wrong(
+                f"On {ranks} ranks, the losses are not those of one process: {loss:.3f} in step {step} "
+                f"instead of {true:.3f}. Is everything but `shard` as in the starter?"
+            )
 
 
-def check_answers(answers: Answers, whole: float) -> None:
+def check_answers(answers: Answers) -> None:
     for name, true, hint in (
-        ("ddp_four", whole, "with DDP every rank has the whole network, however many ranks there are"),
-        ("fsdp_two", whole / 2, "two ranks split the network, so each keeps half of it"),
+        ("ddp_four", WHOLE, "with DDP every rank has the whole network, however many ranks there are"),
+        ("fsdp_two", WHOLE / 2, "two ranks split the network, so each keeps half of it"),
         (
             "fsdp_four",
-            whole / 4,
+            WHOLE / 4,
             "count weights, gradients and AdamW, not the weights alone, and divide by four",
         ),
     ):

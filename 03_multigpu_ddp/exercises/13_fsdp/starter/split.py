@@ -3,16 +3,20 @@
 Try: torchrun --standalone --nproc-per-node=2 exercises/13_fsdp/mine/split.py
 """
 
+import json
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 VOCABULARY, WIDTH, BLOCKS, CONTEXT = 1024, 128, 4, 16
 BATCH = 8  # sequences of a step, of all ranks together
+RUNS = Path(__file__).parent / "runs"  # what each run has measured, for the check
 
 
 class GPT(nn.Module):
@@ -80,8 +84,15 @@ def main() -> None:
     dist.init_process_group("nccl" if has_gpu else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    losses, parts = train(shard(GPT().to(device)), sequences(rank, size).to(device), steps=20)
+    model = shard(GPT().to(device))
+    losses, parts = train(model, sequences(rank, size).to(device), steps=20)
+    means = torch.tensor(losses, device=device) / size
+    dist.all_reduce(means)
     if rank == 0:
+        sharded = sum(isinstance(module, FSDPModule) for module in model.modules())
+        measured = {"losses": means.tolist(), "megabytes": sum(parts.values()), "sharded_modules": sharded}
+        RUNS.mkdir(exist_ok=True)
+        (RUNS / f"{size}-ranks.json").write_text(json.dumps(measured))
         print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}. Rank 0 of {size} keeps:")
         for name, megabytes in parts.items():
             print(f"  {name:9} {megabytes:5.1f} MB")
