@@ -32,6 +32,8 @@ from trainkit.distributed.launchers import node, rank_of
 VARIABLE = "TRAINKIT_JOB_DIR"  # the environment variable with the path of this process's job
 PLAIN = "plain"
 CHECKPOINTS = "checkpoints"
+MONITOR = "monitor"
+RUNS = "runs"  # in `monitor`: the paths of the CSVs of the job's trainings, one per line
 OUTCOME = "outcome.json"
 EARLIER_OUTCOME = "earlier-outcome.json"
 SCRIPT = "script.json"
@@ -152,6 +154,14 @@ def stopped(folder: Path) -> str | None:
     """Return where this job's run saved before a signal stopped it; None if none was stopped."""
     path = folder / STOPPED
     return read(path) if path.exists() else None
+
+
+def note_run(path: Path) -> None:
+    """In a sampled job, note that its training writes the CSV `path`."""
+    folder = here()
+    if folder and (folder / MONITOR).is_dir():
+        with suppress(OSError), (folder / MONITOR / RUNS).open("a", encoding="utf-8") as file:
+            file.write(f"{path.resolve()}\n")
 
 
 def first_failed(folder: Path) -> str:

@@ -19,6 +19,7 @@ from traces import (
     folder_of,
 )
 
+from trainkit import job_folder
 from trainkit.monitor import verdict_file, wording
 from trainkit.monitor.verdict import judge
 from trainkit.record import records, samples
@@ -61,7 +62,7 @@ def test_records_that_are_not_there_or_no_records(make_job: MakeJob, tmp_path: P
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "a folder").mkdir()
     paths = [tmp_path / "gone.csv", tmp_path / "other.csv", tmp_path / "a folder"]
-    (folder / samples.RUNS).write_text("\n".join(map(str, paths)))
+    (folder / job_folder.RUNS).write_text("\n".join(map(str, paths)))
     verdict = judge(folder)
     assert verdict.findings == [] and len(verdict.notes) == 3
     verdict_file.keep(folder, verdict)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from trainkit import job_folder
 from trainkit.compare import doubts, variants
 from trainkit.errors import UserError
-from trainkit.record import columns, records, samples
+from trainkit.record import columns, records
 from trainkit.record.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
 
 _SETTINGS = columns.with_role(*(role for role in Role if role < Role.DOUBT))
@@ -267,7 +268,7 @@ def _search(folder: Path, skipped: list[str]) -> list[Path]:
     files = []
     for parent, subfolders, names in os.walk(folder, onerror=errors.append):
         # The CSVs of a job's samples are no runs.
-        subfolders[:] = [name for name in subfolders if name != samples.FOLDER]
+        subfolders[:] = [name for name in subfolders if name != job_folder.MONITOR]
         files += [Path(parent, name) for name in names if name.endswith(".csv") and name not in REPORTS]
     skipped += [f"{error.filename}: not read, {error.strerror}." for error in errors]
     return files

@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+from trainkit import job_folder
 from trainkit.errors import UserError, first_line, print_line, reason
 from trainkit.files import check_writable, explained, replacing
 from trainkit.process import process_start
-from trainkit.record import samples
 from trainkit.record.columns import ALL_REDUCE_COLUMNS, COLUMNS, METRIC_COLUMNS, RANK_COLUMNS, Column
 from trainkit.record.loggers import Logger, config_of, curves
 
@@ -153,7 +153,7 @@ class RecordWriter:
         if self.path:
             self._write()
             if not self._epochs_added:
-                samples.note_run(self.path)
+                job_folder.note_run(self.path)
         if not self._epochs_added:
             config = config_of(self.facts)
             self._call_loggers(lambda logger: logger.start(self._first_run_id, config, epoch))

@@ -22,15 +22,13 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from trainkit import job_folder
 from trainkit.errors import UserError, print_line, reason
 
-FOLDER = "monitor"
-RUNS = "runs"
+FOLDER = job_folder.MONITOR
 ASKED = "asked"
 NOTES = "notes"
 ENDED = "ended"
@@ -228,18 +226,10 @@ def runs(folder: Path) -> list[Path]:
     A recording that was put together by hand has them in its folder `training`.
     """
     try:
-        lines = (folder / RUNS).read_text(encoding="utf-8").splitlines()
+        lines = (folder / job_folder.RUNS).read_text(encoding="utf-8").splitlines()
     except OSError:
         return sorted((folder / "training").glob("*.csv"))
     return [folder / line for line in dict.fromkeys(lines) if line]
-
-
-def note_run(path: Path) -> None:
-    """In a sampled job, note that its training writes the CSV `path`."""
-    job = job_folder.here()
-    if job and (job / FOLDER).is_dir():
-        with suppress(OSError), (job / FOLDER / RUNS).open("a", encoding="utf-8") as file:
-            file.write(f"{path.resolve()}\n")
 
 
 def _to_text(value: object) -> str:
