@@ -12,8 +12,7 @@ from pathlib import Path
 from conftest import ENVIRONMENT
 
 from trainkit.errors import UserError
-from trainkit.monitor import gpus
-from trainkit.record import samples
+from trainkit.monitor import gpus, samples
 
 NODE = "node-1"
 # In a container NVML may tell other numbers of processes, or none at all.

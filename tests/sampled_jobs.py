@@ -8,9 +8,9 @@ from pathlib import Path
 import traces
 from traces import Gpu, SyntheticJob
 
+from trainkit.monitor import samples
 from trainkit.monitor.issues import Evidence, Issue
 from trainkit.monitor.verdict import judge
-from trainkit.record import samples
 
 Row = dict[str, str]
 Change = Callable[[Row], Row | None]

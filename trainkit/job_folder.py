@@ -10,7 +10,7 @@
 | `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/ending.py |
 | `earlier-outcome.json` | how the start before has ended, while the next one runs |
 | `ended-for-good` | the job has ended well, and does nothing more if Slurm starts it again |
-| `checkpoints`, `monitor` | the files of training/checkpoint.py; the samples (record/samples.py) |
+| `checkpoints`, `monitor` | the files of training/checkpoint.py; the samples (monitor/samples.py) |
 | `plain` | the job's script does not use the kit (jobs/plain.py); it may write `stopped` itself |
 
 `prepare` makes it ready for each start of the job. srun often reports an exit code other than the failed

@@ -17,7 +17,7 @@ from checkout import Checkout, wait_until
 from cluster import RunningCluster
 from conftest import failed
 
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 MONITOR, ON = "slurm/monitor.py", "SITE_MONITOR=on\n"  # the site file counts more than the tests' own "off"
 TRAINING = ("--epochs", 1, "--train-size", 600, "--test-size", 200, "--batch-size", 100)

@@ -35,7 +35,7 @@ from conftest import (
 from monitoring import NO_RANK, notes_so_far, rows_so_far, running_monitor
 from test_slow_ranks import of_ranks
 
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 pytestmark = [
     pytest.mark.gpu,

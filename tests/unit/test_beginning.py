@@ -18,7 +18,7 @@ from trainkit.job_folder import Script
 from trainkit.jobs import beginning, slurm
 from trainkit.jobs.beginning import Beginning, Plan
 from trainkit.jobs.program import Program
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 RECORDED = Path(__file__).parent / "scontrol"
 RELEASES = ("22.05", "24.11", "26.05")

@@ -20,7 +20,7 @@ from monitoring import (
     with_nvidia_smi,
 )
 
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 FULL_AT_BYTES = 1000
 

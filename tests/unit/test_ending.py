@@ -16,7 +16,7 @@ from trainkit.jobs import ending as of_a_job
 from trainkit.jobs import slurm
 from trainkit.jobs.ending import Ending, SlurmFacts
 from trainkit.jobs.why import Evidence
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 RECORDED = Path(__file__).parent / "scontrol"
 RELEASES = ("22.05", "24.11", "26.05")

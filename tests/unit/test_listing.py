@@ -10,7 +10,7 @@ from trainkit import job_folder
 from trainkit.job_folder import Outcome, Script
 from trainkit.jobs import listing
 from trainkit.jobs.slurm import JobStatus
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 WELL = Outcome(
     restart=1,

@@ -11,9 +11,8 @@ from conftest import ENVIRONMENT
 from fake_machine import FakeMachine
 from monitoring import Row, rows_so_far, running_monitor, wait_until
 
-from trainkit.monitor import processes
+from trainkit.monitor import processes, samples
 from trainkit.monitor.processes import Processes
-from trainkit.record import samples
 
 
 @pytest.fixture

@@ -29,12 +29,11 @@ from traces import (
     Gpu,
 )
 
-from trainkit.monitor import rank_rules
+from trainkit.monitor import rank_rules, samples
 from trainkit.monitor.issues import PauseCause
 from trainkit.monitor.requests import MEMORY
 from trainkit.monitor.sample_tables import RankId
 from trainkit.monitor.verdict import StartedByScripts, judge
-from trainkit.record import samples
 
 
 @pytest.fixture

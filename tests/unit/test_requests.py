@@ -18,10 +18,10 @@ from traces import (
     Gpu,
 )
 
+from trainkit.monitor import samples
 from trainkit.monitor.requests import CORES, MEMORY, requests_of
 from trainkit.monitor.sampled_job import SampledJob
 from trainkit.monitor.verdict import judge
-from trainkit.record import samples
 
 LOADING = Gpu(loaders=2, loader_cores=1.98)
 

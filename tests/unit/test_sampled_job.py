@@ -22,11 +22,11 @@ from traces import (
 )
 
 from trainkit.errors import UserError
-from trainkit.monitor import sample_tables
+from trainkit.monitor import sample_tables, samples
 from trainkit.monitor.sample_tables import GpuId, RankId
 from trainkit.monitor.sampled_job import SampledJob
 from trainkit.monitor.verdict import Verdict, judge
-from trainkit.record import records, samples
+from trainkit.record import records
 
 
 @pytest.fixture

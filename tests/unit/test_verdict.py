@@ -31,10 +31,9 @@ from traces import (
     folder_of,
 )
 
-from trainkit.monitor import device_rules, rank_rules
+from trainkit.monitor import device_rules, rank_rules, samples
 from trainkit.monitor.issues import Grade
 from trainkit.monitor.verdict import NothingSeen, TooShort, judge
-from trainkit.record import samples
 
 # The kind and the grade of what is worst, of all traces, and of jobs on one H100; None: no waste.
 WORST: dict[str, tuple[str, Grade] | None] = {

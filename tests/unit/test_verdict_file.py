@@ -20,9 +20,9 @@ from traces import (
 )
 
 from trainkit import job_folder
-from trainkit.monitor import verdict_file, wording
+from trainkit.monitor import samples, verdict_file, wording
 from trainkit.monitor.verdict import judge
-from trainkit.record import records, samples
+from trainkit.record import records
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from trainkit.config.command_line import Parser
 from trainkit.errors import UserError, entrypoint, print_line, print_table
 from trainkit.jobs import job_log, listing
 from trainkit.jobs.site import Site, read_site
+from trainkit.monitor import samples
 from trainkit.monitor.requests import CORES, MEMORY, requests_of
 from trainkit.monitor.sampled_job import SampledJob
-from trainkit.record import samples
 
 TITLES = ("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "enough")
 # The options of sbatch that a row tells of.

@@ -20,8 +20,7 @@ from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.files import explained
 from trainkit.jobs import job_log, local, why
 from trainkit.jobs.site import read_site
-from trainkit.monitor import watch
-from trainkit.record import samples
+from trainkit.monitor import samples, watch
 
 
 def main() -> None:

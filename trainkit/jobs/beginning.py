@@ -19,7 +19,7 @@ from trainkit.errors import UserError
 from trainkit.job_folder import Script
 from trainkit.jobs import slurm
 from trainkit.jobs.program import Program
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 # What sbatch sets if a job asks for it, and the field that its record then has.
 RECORDED = {

@@ -11,7 +11,7 @@ from trainkit import job_folder
 from trainkit.job_folder import Outcome
 from trainkit.jobs import slurm, why
 from trainkit.jobs.why import Evidence, Reason
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 SOON_SECONDS = 300  # a job that fails in its first five minutes might do so again and again
 

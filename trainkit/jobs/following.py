@@ -26,7 +26,7 @@ from trainkit.jobs import ending, job_log, slurm
 from trainkit.jobs.site import SHARED_FOLDERS_FIX
 from trainkit.jobs.slurm import COMPLETED, FAILED, GONE, PREEMPTED, QUEUED, UNKNOWN, JobStatus
 from trainkit.jobs.why import Evidence
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 # The other ranks have so long to end by themselves after one has failed.
 PEERS_SECONDS = 2

@@ -17,7 +17,7 @@ from trainkit.jobs.site import Site
 from trainkit.jobs.slurm import JobStatus
 from trainkit.jobs.stages import REPOSITORY
 from trainkit.jobs.why import Evidence
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 # The longest script with its arguments that a row shows, in characters, and how many of them are its last:
 # several jobs often differ in their last arguments only.

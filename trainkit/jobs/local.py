@@ -14,7 +14,7 @@ from typing import NamedTuple
 from trainkit import job_folder
 from trainkit.distributed import launchers
 from trainkit.jobs.stages import REPOSITORY
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 # submitit announces every step; the log should have only the stage's lines.
 QUIET = {"SUBMITIT_LOG_LEVEL": "CRITICAL"}

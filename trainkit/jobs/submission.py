@@ -34,7 +34,7 @@ from trainkit.jobs.program import add_options, from_options, misplaced, note_on_
 from trainkit.jobs.sbatch_options import of_variables, option_of, sbatch_options
 from trainkit.jobs.site import DEFAULT_MINUTES, Site, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
-from trainkit.record import samples
+from trainkit.monitor import samples
 from trainkit.record.columns import SINGLE, STAGE_FOLDERS
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from trainkit.jobs.following import Handle, LocalHandle, State
 from trainkit.jobs.submission import RefusedError
 from trainkit.jobs.sweep import Sweep
 from trainkit.jobs.sweep_plan import PlannedRun
-from trainkit.record import records, samples
+from trainkit.monitor import samples
+from trainkit.record import records
 
 # A shared file system may show a new file this late on another machine.
 CSV_SECONDS = 60

@@ -1,4 +1,4 @@
-"""Sample a node once a second while a job runs there, and write the samples (record/samples.py)."""
+"""Sample a node once a second while a job runs there, and write the samples (samples.py)."""
 
 import os
 import time
@@ -9,9 +9,9 @@ from pathlib import Path
 from trainkit import job_folder
 from trainkit.distributed import launchers
 from trainkit.errors import reason
+from trainkit.monitor import samples
 from trainkit.monitor.gpus import Gpus
 from trainkit.monitor.processes import Processes
-from trainkit.record import samples
 
 
 def sample(

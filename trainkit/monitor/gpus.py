@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from trainkit.errors import first_line
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 # Which of a clock's "throttle reasons" are heat, and which are power.
 HEAT_REASONS = ("SwThermalSlowdown", "HwThermalSlowdown")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from trainkit.monitor import samples
 from trainkit.monitor.sample_tables import GpuId, RankId
-from trainkit.record import samples
 
 # Where an issue is: on a node, by its name, a GPU or a rank.
 Location = str | GpuId | RankId

@@ -15,10 +15,9 @@ import psutil
 
 from trainkit import job_folder
 from trainkit.distributed import launchers
-from trainkit.monitor import memory
+from trainkit.monitor import memory, samples
 from trainkit.monitor.connections import Meetings
 from trainkit.ranges import format_ranges
-from trainkit.record import samples
 
 SYS = Path("/sys")
 # The kernel walks through all pages of a process for its share of shared memory, so it is asked rarely: every

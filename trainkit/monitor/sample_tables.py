@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from trainkit.errors import UserError
-from trainkit.record import samples
+from trainkit.monitor import samples
 
 # A day of 8 GPUs has 1.5 million rows, and a job waits for its verdict. Of a job with more rows than this
 # only one second in so many is read that about this many are left.

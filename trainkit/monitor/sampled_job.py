@@ -14,6 +14,7 @@ import pandas as pd
 
 from trainkit import job_folder
 from trainkit.errors import UserError
+from trainkit.monitor import samples
 from trainkit.monitor.connections import HOST, NOBODY
 from trainkit.monitor.sample_tables import GAP_SECONDS, GpuId, RankId, SampleTables, mean, read_samples
 from trainkit.monitor.training_records import (
@@ -23,7 +24,6 @@ from trainkit.monitor.training_records import (
     merge_windows,
     rank_shares,
 )
-from trainkit.record import samples
 
 # With fewer samples nothing is judged. Two epochs of 15 s together have enough past the warm-up. More samples
 # per second would show no more: each is a mean over a second, so a few will do.

@@ -8,10 +8,10 @@ from enum import Enum
 from pathlib import Path
 
 from trainkit.files import replacing
-from trainkit.monitor import wording
+from trainkit.monitor import samples, wording
 from trainkit.monitor.issues import Issue
 from trainkit.monitor.verdict import Verdict
-from trainkit.record import records, samples
+from trainkit.record import records
 
 SCHEMA_VERSION = 2
 

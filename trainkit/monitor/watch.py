@@ -19,8 +19,7 @@ from pathlib import Path
 from trainkit import job_folder
 from trainkit.errors import UserError, first_line, print_line
 from trainkit.files import check_writable
-from trainkit.monitor import collector
-from trainkit.record import samples
+from trainkit.monitor import collector, samples
 
 # Between checks whether a job on this machine has ended.
 POLL_SECONDS = 0.25

@@ -6,7 +6,7 @@ from trainkit import job_folder
 from trainkit.jobs import listing
 from trainkit.jobs.listing import Listed
 from trainkit.jobs.site import read_site
-from trainkit.record import samples
+from trainkit.monitor import samples
 from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\

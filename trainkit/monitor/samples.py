@@ -9,7 +9,7 @@ itself at each moment. Beside them:
 | `asked` | for a job script: CPUs per task, tasks per node, and MB per node (0: not asked for) |
 | `notes` | what could not be sampled, a sentence per line |
 | `ended` | the exit code of the job, once it has one |
-| `verdict.json` | the verdict for programs, by monitor/verdict_file.py |
+| `verdict.json` | the verdict for programs, by verdict_file.py |
 | `told` | the verdict as the log has it, or why there is none |
 
 This folder is all that a training, a job and the monitor know of each other.
@@ -202,7 +202,7 @@ def read_asked(folder: Path) -> Asked | None:
 
 
 def read_findings(folder: Path) -> list[dict[str, object]]:
-    """Return the findings of the verdict, the worst first, as monitor/verdict_file.py describes them.
+    """Return the findings of the verdict, the worst first, as verdict_file.py describes them.
 
     There are none if there is no verdict.
     """
