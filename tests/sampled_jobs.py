@@ -9,7 +9,7 @@ import traces
 from traces import Gpu, SyntheticJob
 
 from trainkit.monitor import samples
-from trainkit.monitor.issues import Evidence, Issue
+from trainkit.monitor.findings.finding import Evidence, Issue
 from trainkit.monitor.verdict import judge
 
 Row = dict[str, str]

@@ -23,7 +23,8 @@ from traces import (
     Throttling,
 )
 
-from trainkit.monitor.issues import Grade, ThrottlingCause
+from trainkit.monitor.findings.finding import Grade
+from trainkit.monitor.findings.throttled_gpus import ThrottlingCause
 from trainkit.monitor.sample_tables import GpuId
 from trainkit.monitor.verdict import judge
 

@@ -57,18 +57,23 @@ def imports(path: Path, at_the_top: bool = False) -> set[str]:
     return found
 
 
-PACKAGES = [path for path in lessons.files("trainkit/*.py") if path.parent.name != "trainkit"]
-CORE = [path for path in lessons.files("trainkit/*.py") if path.parent.name not in (*OPTIONAL, "commands")]
+def package_of(path: Path) -> str:
+    """The package of a module, of which it may lie in a subfolder; for one at the top, trainkit itself."""
+    return path.relative_to(REPOSITORY).parent.parts[:2][-1]
+
+
+PACKAGES = [path for path in lessons.files("trainkit/*.py") if package_of(path) != "trainkit"]
+CORE = [path for path in lessons.files("trainkit/*.py") if package_of(path) not in (*OPTIONAL, "commands")]
 AT_THE_TOP = {path.stem for path in (REPOSITORY / "trainkit").glob("*.py")}
 
 
 def test_every_package_is_there() -> None:
-    assert {path.parent.name for path in PACKAGES} == set(MAY_IMPORT)
+    assert {package_of(path) for path in PACKAGES} == set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize("path", PACKAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_a_package_imports_what_it_may(path: Path) -> None:
-    package = path.parent.name
+    package = package_of(path)
     ours = {name.removeprefix("trainkit.") for name in imports(path) if name.startswith("trainkit.")}
     others = {name for name in ours if name.split(".")[0] not in {package, *AT_THE_TOP}} - set(MAY_IMPORT)
     assert not {name for name in others if not name.startswith(MAY_IMPORT[package])}
@@ -79,7 +84,7 @@ def test_the_core_does_without_the_optional_packages(path: Path) -> None:
     """All that they know of each other is a folder of CSVs (record/records.py, monitor/samples.py)."""
     optional = tuple(f"trainkit.{name}" for name in OPTIONAL)
     imported = {name for name in imports(path) if name.startswith(optional)}
-    if path.parent.name == "jobs":
+    if package_of(path) == "jobs":
         imported -= {"trainkit.monitor", "trainkit.monitor.samples"}
     assert not imported
 
@@ -87,8 +92,8 @@ def test_the_core_does_without_the_optional_packages(path: Path) -> None:
 @pytest.mark.parametrize("package", DOES_WITHOUT)
 def test_a_package_that_reads_csvs_needs_no_training_and_no_jobs(package: str) -> None:
     """It can be imported where the packages that it must not need are not there."""
-    names = [path.stem for path in PACKAGES if path.parent.name == package and path.stem != "__init__"]
-    modules = ", ".join(f"trainkit.{package}.{name}" for name in names)
+    paths = [path for path in PACKAGES if package_of(path) == package and path.stem != "__init__"]
+    modules = ", ".join(".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in paths)
     absent = {f"trainkit.{name}": None for name in DOES_WITHOUT[package]}
     program = f"import sys; sys.modules |= {absent!r}; import {modules}"
     succeeded(ran(sys.executable, "-c", program, cwd=REPOSITORY))

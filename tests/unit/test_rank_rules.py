@@ -29,8 +29,9 @@ from traces import (
     Gpu,
 )
 
-from trainkit.monitor import rank_rules, samples
-from trainkit.monitor.issues import PauseCause
+from trainkit.monitor import samples
+from trainkit.monitor.findings import paused_ranks
+from trainkit.monitor.findings.paused_ranks import PauseCause
 from trainkit.monitor.requests import MEMORY
 from trainkit.monitor.sample_tables import RankId
 from trainkit.monitor.verdict import StartedByScripts, judge
@@ -79,7 +80,7 @@ def test_a_loader_that_starves_its_rank_is_one_issue(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, loader_cores: str, kind: str
 ) -> None:
     """Also where its workers get a part of a core each; where they rest, too, it just does nothing."""
-    monkeypatch.setattr(rank_rules, "PAUSE_SECONDS", 10)
+    monkeypatch.setattr(paused_ranks, "PAUSE_SECONDS", 10)
     folder = make_job([FULL], record=False)
     change(folder, without(samples.GPU))
     starved = {"name": "S", "cores": "0.01", "loaders": "2", "loader_cores": loader_cores}
@@ -109,7 +110,7 @@ def test_a_rank_that_does_nothing(
 
     First it goes on after a while, and then it does nothing until the end, as in a job that hangs.
     """
-    monkeypatch.setattr(rank_rules, "PAUSE_SECONDS", 12)
+    monkeypatch.setattr(paused_ranks, "PAUSE_SECONDS", 12)
     folder = make_job([Gpu(power_w=110, utilisation=100), FULL], record=False)
 
     def stall(row: Row, last_second: float) -> Row:

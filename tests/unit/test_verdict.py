@@ -5,8 +5,10 @@ those of test_wording.py.
 """
 
 import math
+import pkgutil
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,8 +33,8 @@ from traces import (
     folder_of,
 )
 
-from trainkit.monitor import device_rules, rank_rules, samples
-from trainkit.monitor.issues import Grade
+from trainkit.monitor import findings, samples
+from trainkit.monitor.findings.finding import Grade
 from trainkit.monitor.verdict import NothingSeen, TooShort, judge
 
 # The kind and the grade of what is worst, of all traces, and of jobs on one H100; None: no waste.
@@ -113,9 +115,15 @@ def test_a_synthetic_trace_is_the_one_that_the_tool_writes(tmp_path: Path) -> No
 
 
 def test_every_rule_is_applied() -> None:
-    for module in (rank_rules, device_rules):
-        rules = {function for name, function in vars(module).items() if name.startswith("find_")}
-        assert rules == {*module.RULES}
+    names = [module.name for module in pkgutil.iter_modules(findings.__path__)]
+    modules = [import_module(f"{findings.__name__}.{name}") for name in names]
+    finders = {
+        function
+        for module in modules
+        for name, function in vars(module).items()
+        if name.startswith("find_") and function.__module__ == module.__name__
+    }
+    assert finders == {*findings.FINDERS}
 
 
 def test_the_worst_comes_first(make_job: MakeJob) -> None:

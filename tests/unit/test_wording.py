@@ -6,28 +6,21 @@ from dataclasses import replace
 import pytest
 
 from trainkit.monitor import wording
-from trainkit.monitor.issues import (
-    Evidence,
-    FullGpuMemory,
-    FullHostMemory,
-    Grade,
-    IdleCpus,
-    IdleGpus,
-    Issue,
-    LaunchBound,
-    Location,
-    PauseCause,
-    PausedRanks,
-    PowerReading,
-    RanksNeverMet,
-    SharedCores,
-    SlowCommunication,
-    SlowRank,
-    ThrottledGpus,
-    ThrottlingCause,
-    UnusedGpus,
-    WaitingForBatches,
-)
+from trainkit.monitor.findings.finding import Evidence, Grade, Issue, Location
+from trainkit.monitor.findings.full_memory import FullGpuMemory, FullHostMemory
+from trainkit.monitor.findings.gpu_power import PowerReading
+from trainkit.monitor.findings.idle_cpus import IdleCpus
+from trainkit.monitor.findings.idle_gpus import IdleGpus
+from trainkit.monitor.findings.launch_bound_gpus import LaunchBound
+from trainkit.monitor.findings.paused_ranks import PauseCause, PausedRanks
+from trainkit.monitor.findings.ranks_never_met import RanksNeverMet
+from trainkit.monitor.findings.shared_cores import SharedCores
+from trainkit.monitor.findings.slow_communication import SlowCommunication
+from trainkit.monitor.findings.slow_rank import SlowRank
+from trainkit.monitor.findings.throttled_gpus import ThrottledGpus, ThrottlingCause
+from trainkit.monitor.findings.unused_gpus import UnusedGpus
+from trainkit.monitor.findings.waiting_for_batches import WaitingForBatches
+from trainkit.monitor.findings.words import name_locations
 from trainkit.monitor.requests import CORES, MEMORY, Request
 from trainkit.monitor.sample_tables import GpuId, RankId
 from trainkit.monitor.verdict import Devices, LastRanks, NothingSeen, StartedByScripts, TooShort, Verdict
@@ -196,7 +189,7 @@ def test_loader_workers_of_several_ranks_are_those_of_each() -> None:
     ],
 )
 def test_locations_are_named_or_counted(locations: list[Location], name: str) -> None:
-    assert wording.name_locations(locations) == name
+    assert name_locations(locations) == name
 
 
 def test_the_lines_of_a_log() -> None:

@@ -1,6 +1,6 @@
 """A sampled job: what its samples and the records of its trainings show together.
 
-The rules of the verdict (rank_rules.py, device_rules.py) and the requests (requests.py) ask it.
+The findings of the verdict (findings) and the requests (requests.py) ask it.
 """
 
 import math
@@ -38,6 +38,8 @@ SAMPLES_UNTIL_RANKS_MEET = 10
 SAMPLES_UNTIL_DATA_IS_READY = 300
 # A rank that uses fewer cores only waits for others.
 WAITING_RANK_CORES = 0.1
+# A process that does nothing uses fewer cores.
+IDLE_PROCESS_CORES = 0.05
 # Processes that a rank's script has started compute if they use so many cores together.
 COMPUTING_CORES = 0.1
 # The most that a GPU takes of its power limit with a CUDA context and no work: it is 10 to 25 %.
@@ -204,6 +206,14 @@ class SampledJob:
     def mean_of_ranks(self, ranks: Iterable[RankId], column: str) -> float:
         """Return the mean of a column over all samples to judge of these ranks; NaN if unknown."""
         return mean((self.judged.ranks[rank] for rank in ranks if rank in self.judged.ranks), column)
+
+    @property
+    def own_shares(self) -> pd.Series:
+        """Return the share of the training time that each rank works itself; none if alone, or if unknown."""
+        own_shares = self.rank_shares.own
+        if len(own_shares) > 1 and (own_shares > 0).all():
+            return own_shares
+        return own_shares[:0]
 
     def core_wait_share(self, rank: RankId) -> float:
         """Return the share of the time that a rank could run but had no core; NaN if unknown."""

@@ -3,22 +3,22 @@
     verdict = judge(folder)  # the folder `monitor` of a job
     print(*wording.verdict_lines(verdict, "job 12"), sep="\\n")
 
-Each rule looks at the job by itself. What they find is ordered here: the worst first, and after what is
+Each finding (findings) is looked for by itself. They are ordered here: the worst first, and after what is
 wasted what is not waste, but could be faster.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.monitor import device_rules, rank_rules
-from trainkit.monitor.issues import Grade, Issue, RanksNeverMet, SharedCores, WaitingForBatches
+from trainkit.monitor.findings import FINDERS
+from trainkit.monitor.findings.finding import Grade, Issue
+from trainkit.monitor.findings.ranks_never_met import RanksNeverMet
+from trainkit.monitor.findings.shared_cores import SharedCores
+from trainkit.monitor.findings.waiting_for_batches import WaitingForBatches
 from trainkit.monitor.requests import CORES, Request, requests_of
 from trainkit.monitor.sample_tables import RankId
-from trainkit.monitor.sampled_job import LEAST_SAMPLES, SampledJob
+from trainkit.monitor.sampled_job import IDLE_PROCESS_CORES, LEAST_SAMPLES, SampledJob
 
-# A rule finds an issue of its kind, or None. If two find the same kind, the first says more.
-RULES: tuple[Callable[[SampledJob], Issue | None], ...] = device_rules.RULES + rank_rules.RULES
 # The remedy of these takes cores.
 NEED_CORES = {WaitingForBatches.kind, SharedCores.kind}
 JOULES_PER_KWH = 3.6e6
@@ -124,10 +124,10 @@ def judge(folder: Path) -> Verdict:
 
 
 def _find_issues(job: SampledJob) -> list[Issue]:
-    """Apply all rules, and order what they find."""
+    """Look for all issues, and order those that there are."""
     issues: dict[str, Issue] = {}
-    for rule in RULES:
-        issue = rule(job)
+    for find in FINDERS:
+        issue = find(job)
         if issue:
             issues.setdefault(issue.kind, issue)
     unexplained = [issue for issue in issues.values() if not issue.explained_by & issues.keys()]
@@ -179,5 +179,5 @@ def _devices(job: SampledJob) -> Devices:
 
 def _last_ranks(job: SampledJob) -> LastRanks:
     rows = job.ranks_in_the_last_samples()
-    at_work = [rank for rank, row in rows.items() if row.cores >= rank_rules.IDLE_PROCESS_CORES]
+    at_work = [rank for rank, row in rows.items() if row.cores >= IDLE_PROCESS_CORES]
     return LastRanks(idle=[rank for rank in rows if rank not in at_work], at_work=at_work)

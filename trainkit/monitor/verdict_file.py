@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainkit.files import replacing
 from trainkit.monitor import samples, wording
-from trainkit.monitor.issues import Issue
+from trainkit.monitor.findings.finding import Issue
 from trainkit.monitor.verdict import Verdict
 from trainkit.record import records
 

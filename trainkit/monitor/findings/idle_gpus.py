@@ -1,0 +1,60 @@
+"""GPUs that have a rank, and no work."""
+
+from dataclasses import dataclass
+
+from trainkit.monitor.findings.finding import Evidence, Issue, sentence
+from trainkit.monitor.findings.gpu_power import (
+    IDLE_LOAD,
+    IDLE_UTILISATION_PERCENT,
+    LOW_LOAD,
+    PowerReading,
+    loads_of_used_gpus,
+    power_of,
+    power_words,
+)
+from trainkit.monitor.findings.waiting import WHAT_MAKES_RANKS_WAIT
+from trainkit.monitor.findings.words import name_locations
+from trainkit.monitor.sample_tables import GpuId
+from trainkit.monitor.sampled_job import SampledJob
+
+
+@dataclass(frozen=True)
+class IdleGpus(Evidence):
+    """GPUs that no work reaches."""
+
+    kind = "idle_gpu"
+    gpus: int
+    others_work: bool
+    power: PowerReading
+
+
+def find_idle_gpus(job: SampledJob) -> Issue | None:
+    """Find GPUs that have a rank, and no work."""
+    loads = loads_of_used_gpus(job)
+    idle = idle_gpus(job, loads)
+    if not idle:
+        return None
+    others_work = max(loads.values()) >= LOW_LOAD
+    return Issue(
+        IdleGpus(gpus=len(idle), others_work=len(idle) < len(loads), power=power_of(job, idle)),
+        locations=idle,
+        lost_share=len(idle) / len(job.judged.gpus),
+        explained_by=frozenset() if others_work else WHAT_MAKES_RANKS_WAIT,
+    )
+
+
+def idle_gpus(job: SampledJob, loads: dict[GpuId, float]) -> list[GpuId]:
+    return [
+        gpu
+        for gpu, load in loads.items()
+        if load < IDLE_LOAD and job.mean_of_gpus([gpu], "utilisation") < IDLE_UTILISATION_PERCENT
+    ]
+
+
+@sentence.register
+def _idle_gpus(evidence: IdleGpus, issue: Issue, is_plain: bool) -> str:
+    others = ", while other GPUs work" if evidence.others_work else ""
+    return (
+        f"no work reaches {name_locations(issue.locations)}{others} ({power_words(evidence.power)}): check "
+        "in the log which device its rank computes on."
+    )

@@ -1,0 +1,53 @@
+"""Ranks that wait for the averaging of their gradients."""
+
+import math
+from dataclasses import dataclass
+
+from trainkit.monitor.findings.finding import Evidence, Issue, sentence
+from trainkit.monitor.findings.words import percent
+from trainkit.monitor.sample_tables import mean
+from trainkit.monitor.sampled_job import SampledJob
+
+# Of the training time. From 0.5 on two devices are no faster than one.
+COMMUNICATION_SHARE = 0.4
+# In a shorter epoch, what comes once in an epoch would be taken for communication.
+LONG_EPOCH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class SlowCommunication(Evidence):
+    """Averaging the gradients, as a share of the training time, and what each of several nodes moves."""
+
+    kind = "network_bound"
+    communication_share: float
+    network_mb_s: float
+
+
+def find_slow_communication(job: SampledJob) -> Issue | None:
+    """Find that the ranks wait for communication, by the times that each has measured itself."""
+    communication_share = 1 - job.own_shares.max()
+    if (
+        not communication_share >= COMMUNICATION_SHARE
+        or not job.epochs.train_seconds.mean() >= LONG_EPOCH_SECONDS
+    ):
+        return None
+    network_mb_s = math.nan
+    if len(job.last_nodes) > 1:
+        network_mb_s = mean(job.judged.nodes.values(), "network_mb_s")
+    return Issue(
+        SlowCommunication(communication_share=communication_share, network_mb_s=network_mb_s),
+        locations=job.last_nodes,
+        lost_share=communication_share,
+    )
+
+
+@sentence.register
+def _slow_communication(evidence: SlowCommunication, issue: Issue, is_plain: bool) -> str:
+    remedy = "use a larger batch per device, or accumulate several micro-batches (03_multigpu_ddp/beyond)"
+    if evidence.network_mb_s >= 0:
+        remedy += (
+            f"; each node sends and receives {evidence.network_mb_s:.0f} MB/s: check with slurm/doctor.py "
+            "--job whether its network can do more"
+        )
+    share = percent(evidence.communication_share)
+    return f"averaging the gradients takes {share} of the training time: {remedy}."
