@@ -13,14 +13,10 @@ from pathlib import Path
 from trainkit.monitor.findings import FINDERS
 from trainkit.monitor.findings.finding import Grade, Issue
 from trainkit.monitor.findings.ranks_never_met import RanksNeverMet
-from trainkit.monitor.findings.shared_cores import SharedCores
-from trainkit.monitor.findings.waiting_for_batches import WaitingForBatches
 from trainkit.monitor.requests import CORES, Request, requests_of
 from trainkit.monitor.sample_tables import RankId
 from trainkit.monitor.sampled_job import IDLE_PROCESS_CORES, LEAST_SAMPLES, SampledJob
 
-# The remedy of these takes cores.
-NEED_CORES = {WaitingForBatches.kind, SharedCores.kind}
 JOULES_PER_KWH = 3.6e6
 
 
@@ -117,7 +113,7 @@ def judge(folder: Path) -> Verdict:
         records=[training.path for training in job.trainings],
         notes=job.notes,
         is_gpu_power_unknown=len(gpus) > 0 and all(rows.power_w.isna().all() for rows in gpus),
-        too_much=_too_much(job, {issue.kind for issue in findings}) if is_seen_well else [],
+        too_much=_too_much(job, findings) if is_seen_well else [],
         last_ranks=_last_ranks(job),
         is_plain=job.is_plain,
     )
@@ -130,7 +126,8 @@ def _find_issues(job: SampledJob) -> list[Issue]:
         issue = find(job)
         if issue:
             issues.setdefault(issue.kind, issue)
-    unexplained = [issue for issue in issues.values() if not issue.explained_by & issues.keys()]
+    ranks_wait = any(issue.evidence.makes_ranks_wait for issue in issues.values())
+    unexplained = [issue for issue in issues.values() if not (ranks_wait and issue.explained_by_waiting)]
     return sorted(unexplained, key=_order)
 
 
@@ -154,12 +151,13 @@ def _not_judged(job: SampledJob) -> NothingSeen | TooShort | StartedByScripts | 
     )
 
 
-def _too_much(job: SampledJob, kinds: set[str]) -> list[Request]:
+def _too_much(job: SampledJob, findings: list[Issue]) -> list[Request]:
     """Return the requests of which less would have been enough, without those that a remedy needs."""
     requests = [request for request in requests_of(job) if request.is_too_much]
     # Nobody knows whether processes that a script has started itself wait for cores.
     have_started_processes = any(job.started_processes(rank) for rank in job.sampled.ranks)
-    if kinds & NEED_CORES or have_started_processes:
+    need_cores = any(issue.evidence.remedy_takes_cores for issue in findings)
+    if need_cores or have_started_processes:
         requests = [request for request in requests if request.option != CORES]
     return requests
 

@@ -23,9 +23,17 @@ class Grade(str, Enum):
 
 @dataclass(frozen=True)
 class Evidence:
-    """The numbers of an issue of one kind. Shares are from 0 to 1, and NaN is unknown."""
+    """The numbers of an issue of one kind. Shares are from 0 to 1, and NaN is unknown.
+
+    Attributes:
+        kind: what programs call it.
+        makes_ranks_wait: whether it leaves the GPUs and cores of ranks without work, too, and explains this.
+        remedy_takes_cores: whether the remedy takes cores, so that the job has not asked for too many.
+    """
 
     kind: ClassVar[str]
+    makes_ranks_wait: ClassVar[bool] = False
+    remedy_takes_cores: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -37,14 +45,15 @@ class Issue:
         locations: the nodes, GPUs or ranks that have it, all of one of these.
         lost_share: the share of the devices' time that is lost, 0 to 1; for a danger 0.
         grade: how bad it is.
-        explained_by: kinds of issues that explain it better: beside one of them it is not reported.
+        explained_by_waiting: whether ranks that wait explain it: beside what makes them wait it is not
+            reported.
     """
 
     evidence: Evidence
     locations: list[Location]
     lost_share: float
     grade: Grade = Grade.WASTE
-    explained_by: frozenset[str] = frozenset()
+    explained_by_waiting: bool = False
 
     @property
     def kind(self) -> str:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from trainkit.monitor.findings.finding import Evidence, Issue, sentence
-from trainkit.monitor.findings.waiting import WHAT_MAKES_RANKS_WAIT
 from trainkit.monitor.findings.words import debugger, name_locations, percent
 from trainkit.monitor.sampled_job import SampledJob
 
@@ -31,7 +30,7 @@ def find_idle_cpus(job: SampledJob) -> Issue | None:
         IdleCpus(computing_share=1 - min(idle_shares[rank] for rank in idle)),
         locations=idle,
         lost_share=sum(idle_shares[rank] for rank in idle) / len(job.judged.ranks),
-        explained_by=WHAT_MAKES_RANKS_WAIT,
+        explained_by_waiting=True,
     )
 
 

@@ -12,7 +12,6 @@ from trainkit.monitor.findings.gpu_power import (
     power_of,
     power_words,
 )
-from trainkit.monitor.findings.waiting import WHAT_MAKES_RANKS_WAIT
 from trainkit.monitor.findings.words import name_locations
 from trainkit.monitor.sample_tables import GpuId
 from trainkit.monitor.sampled_job import SampledJob
@@ -39,7 +38,7 @@ def find_idle_gpus(job: SampledJob) -> Issue | None:
         IdleGpus(gpus=len(idle), others_work=len(idle) < len(loads), power=power_of(job, idle)),
         locations=idle,
         lost_share=len(idle) / len(job.judged.gpus),
-        explained_by=frozenset() if others_work else WHAT_MAKES_RANKS_WAIT,
+        explained_by_waiting=not others_work,
     )
 
 

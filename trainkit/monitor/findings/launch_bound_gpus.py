@@ -12,7 +12,6 @@ from trainkit.monitor.findings.gpu_power import (
     power_words,
 )
 from trainkit.monitor.findings.idle_gpus import idle_gpus
-from trainkit.monitor.findings.waiting import WHAT_MAKES_RANKS_WAIT
 from trainkit.monitor.findings.words import name_locations, options_in_brackets, percent
 from trainkit.monitor.sample_tables import GpuId
 from trainkit.monitor.sampled_job import SampledJob
@@ -88,7 +87,7 @@ def _launch_bound(job: SampledJob, gpus: list[GpuId], lost_share: float, grade: 
         locations=gpus,
         lost_share=lost_share * len(gpus) / len(job.judged.gpus),
         grade=grade,
-        explained_by=WHAT_MAKES_RANKS_WAIT,
+        explained_by_waiting=True,
     )
 
 

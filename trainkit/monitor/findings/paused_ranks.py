@@ -29,6 +29,7 @@ class PausedRanks(Evidence):
     """Ranks that did nothing for a long time, one of them perhaps until the end of the job."""
 
     kind = samples.STALLED_RANK
+    makes_ranks_wait = True
     seconds: float
     cause: PauseCause
     until_the_end: bool = False

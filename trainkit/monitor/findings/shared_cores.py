@@ -29,6 +29,8 @@ class SharedCores(Evidence):
     """
 
     kind = "shared_cores"
+    makes_ranks_wait = True
+    remedy_takes_cores = True
     waiting_share: float
     ranks: int
     loader_workers: int

@@ -19,6 +19,7 @@ class SlowCommunication(Evidence):
     """Averaging the gradients, as a share of the training time, and what each of several nodes moves."""
 
     kind = "network_bound"
+    makes_ranks_wait = True
     communication_share: float
     network_mb_s: float
 

@@ -17,6 +17,7 @@ class SlowRank(Evidence):
     """A rank that the others wait for, as its own part of a step takes so many times as long."""
 
     kind = samples.STALLED_RANK
+    makes_ranks_wait = True
     times_as_long: float
     waiting_share: float
 

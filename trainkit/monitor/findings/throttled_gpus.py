@@ -30,6 +30,7 @@ class ThrottledGpus(Evidence):
     """GPUs whose clock is low: the share of the time of the worst, and its means in that time."""
 
     kind = "throttled"
+    makes_ranks_wait = True
     cause: ThrottlingCause
     time_share: float
     clock_mhz: float

@@ -33,6 +33,8 @@ class WaitingForBatches(Evidence):
     """
 
     kind = "waiting_for_loader"
+    makes_ranks_wait = True
+    remedy_takes_cores = True
     waiting_share: float
     loader_workers: float
     cores_per_worker: float
