@@ -9,7 +9,7 @@ import traces
 from traces import Gpu, SyntheticJob
 
 from trainkit.monitor import samples
-from trainkit.monitor.findings.finding import Evidence, Issue
+from trainkit.monitor.findings.finding import Finding
 from trainkit.monitor.verdict import judge
 
 Row = dict[str, str]
@@ -71,17 +71,17 @@ def first_seconds(seconds: float) -> Change:
 
 
 def kinds_of(folder: Path) -> list[str]:
-    """Return the kinds of all issues, the worst first."""
-    return [issue.kind for issue in judge(folder).findings]
+    """Return the kinds of all findings, the worst first."""
+    return [finding.kind for finding in judge(folder).findings]
 
 
-def only_issue(folder: Path) -> Issue:
-    """Return the one issue that there is."""
-    (issue,) = judge(folder).findings
-    return issue
+def only_finding(folder: Path) -> Finding:
+    """Return the one finding that there is."""
+    (finding,) = judge(folder).findings
+    return finding
 
 
-def evidence_of(folder: Path, kind: str) -> Evidence:
-    """Return the evidence of the issue of a kind."""
-    (evidence,) = (issue.evidence for issue in judge(folder).findings if issue.kind == kind)
-    return evidence
+def finding_of(folder: Path, kind: str) -> Finding:
+    """Return the finding of a kind."""
+    (finding,) = (finding for finding in judge(folder).findings if finding.kind == kind)
+    return finding

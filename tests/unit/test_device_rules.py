@@ -10,9 +10,9 @@ import traces
 from sampled_jobs import (
     MakeJob,
     change,
-    evidence_of,
+    finding_of,
     kinds_of,
-    only_issue,
+    only_finding,
     write_job,
 )
 from traces import (
@@ -55,30 +55,30 @@ def test_without_the_power_of_the_gpus_nothing_is_said_of_their_load(make_job: M
 def test_without_the_utilisation_the_power_is_enough(make_job: MakeJob) -> None:
     folder = make_job([Gpu(utilisation=100, power_w=100)])
     change(folder, lambda row: row | {"utilisation": ""})
-    power = evidence_of(folder, "launch_bound").power
+    power = finding_of(folder, "launch_bound").power
     assert power.power_w == pytest.approx(100, abs=3) and math.isnan(power.utilisation_percent)
 
 
 def test_what_could_be_faster_is_told_apart_from_waste(make_job: MakeJob) -> None:
-    issue = only_issue(make_job([HALF_BUSY] * 2))
-    assert (issue.kind, issue.grade) == ("launch_bound", Grade.FASTER)
-    assert issue.evidence.gap_share == pytest.approx(0.3, abs=0.01)
-    assert issue.lost_share == pytest.approx(0.3, abs=0.01)
+    finding = only_finding(make_job([HALF_BUSY] * 2))
+    assert (finding.kind, finding.grade) == ("launch_bound", Grade.FASTER)
+    assert finding.gap_share == pytest.approx(0.3, abs=0.01)
+    assert finding.lost_share == pytest.approx(0.3, abs=0.01)
     waste_first = judge(make_job([replace(HALF_BUSY, utilisation=30), UNUSED, UNUSED], ranks=1)).findings
-    assert [issue.grade for issue in waste_first] == [Grade.WASTE, Grade.FASTER]
+    assert [finding.grade for finding in waste_first] == [Grade.WASTE, Grade.FASTER]
 
 
 def test_the_remedy_against_gaps_fits_the_training(make_job: MakeJob) -> None:
     """DataParallel's step cannot be captured, and one that is captured already needs no graph."""
-    assert evidence_of(make_job([HALF_BUSY], record=False), "launch_bound").may_lack_batches
+    assert finding_of(make_job([HALF_BUSY], record=False), "launch_bound").may_lack_batches
     for stage, is_data_parallel, is_captured in (
         ("ddp", False, False),
         ("ddp-captured", False, True),
         ("dp", True, False),
     ):
-        evidence = evidence_of(make_job([HALF_BUSY] * 2, facts={"stage": stage}), "launch_bound")
-        assert (evidence.is_data_parallel, evidence.is_captured) == (is_data_parallel, is_captured)
-        assert not evidence.may_lack_batches
+        finding = finding_of(make_job([HALF_BUSY] * 2, facts={"stage": stage}), "launch_bound")
+        assert (finding.is_data_parallel, finding.is_captured) == (is_data_parallel, is_captured)
+        assert not finding.may_lack_batches
 
 
 def test_what_is_as_fast_as_it_can_be(make_job: MakeJob) -> None:
@@ -93,14 +93,14 @@ def test_what_is_as_fast_as_it_can_be(make_job: MakeJob) -> None:
 
 def test_why_a_clock_is_low(make_job: MakeJob) -> None:
     other = Gpu(power_w=148, clock_mhz=690, throttling=Throttling("other", 1))
-    evidence = evidence_of(make_job([other] * 2), "throttled")
-    assert evidence.cause is ThrottlingCause.OTHER
-    assert (evidence.clock_mhz, evidence.clock_limit_mhz) == (690, traces.CLOCK_MHZ)
+    finding = finding_of(make_job([other] * 2), "throttled")
+    assert finding.cause is ThrottlingCause.OTHER
+    assert (finding.clock_mhz, finding.clock_limit_mhz) == (690, traces.CLOCK_MHZ)
     capped = Gpu(clock_mhz=690, throttling=Throttling("power+other", 1))
-    assert evidence_of(make_job([capped]), "throttled").cause is ThrottlingCause.POWER
+    assert finding_of(make_job([capped]), "throttled").cause is ThrottlingCause.POWER
     hot = Gpu(clock_mhz=690, throttling=Throttling("heat", 1), celsius=math.nan)
-    evidence = evidence_of(make_job([hot]), "throttled")
-    assert evidence.cause is ThrottlingCause.HEAT and math.isnan(evidence.temperature_c)
+    finding = finding_of(make_job([hot]), "throttled")
+    assert finding.cause is ThrottlingCause.HEAT and math.isnan(finding.temperature_c)
 
 
 def test_a_gpu_at_its_power_limit_is_not_throttled(make_job: MakeJob) -> None:
@@ -110,8 +110,8 @@ def test_a_gpu_at_its_power_limit_is_not_throttled(make_job: MakeJob) -> None:
 
 
 def test_a_gpu_is_unused_without_a_rank(make_job: MakeJob) -> None:
-    issue = only_issue(make_job([FULL, UNUSED], ranks=1, nodes=2))
-    assert issue.locations == [GpuId("n1", 1), GpuId("n2", 1)]
-    assert (issue.evidence.gpus, issue.evidence.used_gpus) == (2, 2)
-    issue = only_issue(make_job([FULL, *[UNUSED] * 5], ranks=1, nodes=3))
-    assert (issue.evidence.gpus, issue.evidence.used_gpus) == (15, 3)
+    finding = only_finding(make_job([FULL, UNUSED], ranks=1, nodes=2))
+    assert finding.locations == [GpuId("n1", 1), GpuId("n2", 1)]
+    assert (finding.gpus, finding.used_gpus) == (2, 2)
+    finding = only_finding(make_job([FULL, *[UNUSED] * 5], ranks=1, nodes=3))
+    assert (finding.gpus, finding.used_gpus) == (15, 3)

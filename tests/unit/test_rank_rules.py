@@ -12,11 +12,11 @@ from sampled_jobs import (
     MakeJob,
     Row,
     change,
-    evidence_of,
+    finding_of,
     first_seconds,
     has_asked,
     kinds_of,
-    only_issue,
+    only_finding,
     with_cells,
     without,
     write_job,
@@ -45,8 +45,8 @@ def make_job(tmp_path: Path) -> MakeJob:
 def test_a_resident_loader_works_itself(make_job: MakeJob) -> None:
     resident = replace(STARVED, loaders=0, loader_cores=0, data_share=0.3)
     assert kinds_of(make_job([resident])) == ["launch_bound"]
-    evidence = evidence_of(make_job([replace(resident, data_share=0.5)]), "waiting_for_loader")
-    assert evidence.is_resident
+    finding = finding_of(make_job([replace(resident, data_share=0.5)]), "waiting_for_loader")
+    assert finding.is_resident
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_the_evidence_on_a_waiting_loader(
 ) -> None:
     gpu = replace(STARVED, loaders=loaders, loader_cores=loader_cores)
     facts = FROM_LOADERS | {"workers_per_loader": loaders}
-    evidence = evidence_of(make_job([gpu] * 2, facts=facts), "waiting_for_loader")
-    assert evidence.loader_workers == loaders and not evidence.is_resident
-    assert evidence.cores_per_worker == pytest.approx(cores_per_worker, nan_ok=True)
-    assert evidence.all_cores_in_use == all_cores_in_use
+    finding = finding_of(make_job([gpu] * 2, facts=facts), "waiting_for_loader")
+    assert finding.loader_workers == loaders and not finding.is_resident
+    assert finding.cores_per_worker == pytest.approx(cores_per_worker, nan_ok=True)
+    assert finding.all_cores_in_use == all_cores_in_use
 
 
 def test_a_training_without_a_record(make_job: MakeJob) -> None:
@@ -76,7 +76,7 @@ def test_a_training_without_a_record(make_job: MakeJob) -> None:
     ("loader_cores", "kind"),
     [("1.98", "waiting_for_loader"), ("0.6", "waiting_for_loader"), ("0", "stalled_rank")],
 )
-def test_a_loader_that_starves_its_rank_is_one_issue(
+def test_a_loader_that_starves_its_rank_is_one_finding(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, loader_cores: str, kind: str
 ) -> None:
     """Also where its workers get a part of a core each; where they rest, too, it just does nothing."""
@@ -124,12 +124,12 @@ def test_a_rank_that_does_nothing(
         return row | cells
 
     change(folder, partial(stall, last_second=38))
-    assert not evidence_of(folder, "stalled_rank").until_the_end
+    assert not finding_of(folder, "stalled_rank").until_the_end
     change(folder, partial(stall, last_second=math.inf))
-    issue = judge(folder).findings[0]
-    assert issue.kind == "stalled_rank" and issue.evidence.cause is cause
-    assert 20 <= issue.evidence.seconds < 30 and issue.evidence.until_the_end
-    assert issue.locations == [RankId("n1", int(number)) for number in numbers]
+    finding = judge(folder).findings[0]
+    assert finding.kind == "stalled_rank" and finding.cause is cause
+    assert 20 <= finding.seconds < 30 and finding.until_the_end
+    assert finding.locations == [RankId("n1", int(number)) for number in numbers]
 
 
 def test_a_pause_loses_no_more_than_all_of_the_time(make_job: MakeJob) -> None:
@@ -149,9 +149,9 @@ def test_a_pause_loses_no_more_than_all_of_the_time(make_job: MakeJob) -> None:
 
     change(folder, hang)
     verdict = judge(folder)
-    (issue,) = verdict.findings
-    assert issue.kind == "stalled_rank" and issue.evidence.seconds > verdict.seconds
-    assert issue.lost_share == 1
+    (finding,) = verdict.findings
+    assert finding.kind == "stalled_rank" and finding.seconds > verdict.seconds
+    assert finding.lost_share == 1
 
 
 def test_processes_that_the_script_starts_itself(make_job: MakeJob) -> None:
@@ -244,11 +244,11 @@ def test_that_ranks_never_met_comes_before_anything_else(make_job: MakeJob) -> N
 
 def test_other_programs_on_the_cores(make_job: MakeJob) -> None:
     folder = make_job([Gpu(power_w=120, waiting_share=0.4)] * 2)
-    evidence = evidence_of(folder, "shared_cores")
-    assert evidence.used_by_others and evidence.cores == 8 and not evidence.exclusive_helps
+    finding = finding_of(folder, "shared_cores")
+    assert finding.used_by_others and finding.cores == 8 and not finding.exclusive_helps
     for exclusive_helps in (1, 0):
         has_asked(folder, f"8 2 61440 {exclusive_helps}")
-        assert evidence_of(folder, "shared_cores").exclusive_helps == exclusive_helps
+        assert finding_of(folder, "shared_cores").exclusive_helps == exclusive_helps
 
 
 def test_a_wait_for_a_core_that_costs_nothing(make_job: MakeJob) -> None:
@@ -262,7 +262,7 @@ def test_ranks_on_cpus_that_hardly_compute(make_job: MakeJob) -> None:
     folder = make_job([FULL] * 2, record=False)
     change(folder, without(samples.GPU))
     change(folder, lambda row: row | {"cores": "0.08"})
-    issue = only_issue(folder)
-    assert issue.kind == "idle_cpu" and issue.evidence.computing_share == pytest.approx(0.08)
+    finding = only_finding(folder)
+    assert finding.kind == "idle_cpu" and finding.computing_share == pytest.approx(0.08)
     change(folder, lambda row: row | {"cores": "0.5"})
     assert kinds_of(folder) == []

@@ -17,7 +17,7 @@ from sampled_jobs import (
     MakeJob,
     change,
     kinds_of,
-    only_issue,
+    only_finding,
     without,
     write_job,
 )
@@ -34,7 +34,7 @@ from traces import (
 )
 
 from trainkit.monitor import findings, samples
-from trainkit.monitor.findings.finding import Grade
+from trainkit.monitor.findings.finding import Finding, Grade
 from trainkit.monitor.verdict import NothingSeen, TooShort, judge
 
 # The kind and the grade of what is worst, of all traces, and of jobs on one H100; None: no waste.
@@ -71,7 +71,7 @@ def make_job(tmp_path: Path) -> MakeJob:
 @pytest.mark.parametrize("name", WORST)
 def test_each_trace_has_its_verdict(name: str) -> None:
     verdict = judge(folder_of(name))
-    found = [(issue.kind, issue.grade) for issue in verdict.findings]
+    found = [(finding.kind, finding.grade) for finding in verdict.findings]
     expected = [WORST[name]] if WORST[name] else []
     if name.startswith("gpu"):
         # Nothing beside what is written into them.
@@ -85,19 +85,19 @@ def test_each_trace_has_its_verdict(name: str) -> None:
 
 @pytest.mark.parametrize("name", WORST_ON_AN_H100)
 def test_the_verdict_on_a_real_gpu(name: str) -> None:
-    found = [(issue.kind, issue.grade) for issue in judge(H100 / name).findings]
+    found = [(finding.kind, finding.grade) for finding in judge(H100 / name).findings]
     assert found == ([WORST_ON_AN_H100[name]] if WORST_ON_AN_H100[name] else [])
 
 
 def test_the_evidence_on_a_real_gpu() -> None:
-    evidence = only_issue(H100 / "batch_1024_bf16").evidence
-    assert evidence.gap_share == pytest.approx(0.32, abs=0.01)
-    assert evidence.load == pytest.approx(0.35, abs=0.01)
-    assert evidence.step_seconds == pytest.approx(0.00299, abs=0.00002)
-    assert evidence.has_gaps and not evidence.is_captured and not evidence.is_data_parallel
-    evidence = only_issue(H100 / "captured_64_tf32").evidence
-    assert evidence.is_captured and not evidence.has_gaps
-    assert (round(evidence.power.power_w), round(evidence.power.limit_w)) == (227, 700)
+    finding = only_finding(H100 / "batch_1024_bf16")
+    assert finding.gap_share == pytest.approx(0.32, abs=0.01)
+    assert finding.load == pytest.approx(0.35, abs=0.01)
+    assert finding.step_seconds == pytest.approx(0.00299, abs=0.00002)
+    assert finding.has_gaps and not finding.is_captured and not finding.is_data_parallel
+    finding = only_finding(H100 / "captured_64_tf32")
+    assert finding.is_captured and not finding.has_gaps
+    assert (round(finding.power.power_w), round(finding.power.limit_w)) == (227, 700)
 
 
 def test_every_trace_is_judged_and_told_of() -> None:
@@ -114,16 +114,10 @@ def test_a_synthetic_trace_is_the_one_that_the_tool_writes(tmp_path: Path) -> No
             assert path.read_text() == (TRACES / path.relative_to(tmp_path)).read_text()
 
 
-def test_every_rule_is_applied() -> None:
-    names = [module.name for module in pkgutil.iter_modules(findings.__path__)]
-    modules = [import_module(f"{findings.__name__}.{name}") for name in names]
-    finders = {
-        function
-        for module in modules
-        for name, function in vars(module).items()
-        if name.startswith("find_") and function.__module__ == module.__name__
-    }
-    assert finders == {*findings.FINDERS}
+def test_every_finding_is_looked_for() -> None:
+    for module in pkgutil.iter_modules(findings.__path__):
+        import_module(f"{findings.__name__}.{module.name}")
+    assert {*Finding.__subclasses__()} == {*findings.FINDINGS}
 
 
 def test_the_worst_comes_first(make_job: MakeJob) -> None:
@@ -131,9 +125,9 @@ def test_the_worst_comes_first(make_job: MakeJob) -> None:
     hot = replace(crowded, memory_share=0.99, throttling=Throttling("heat", 0.2), clock_mhz=1_300)
     folder = make_job([hot, crowded, UNUSED], ranks=2, host_memory_share=0.93, facts=FROM_LOADERS)
     findings = judge(folder).findings
-    shares = [issue.lost_share for issue in findings]
+    shares = [finding.lost_share for finding in findings]
     assert shares == sorted(shares, reverse=True)
-    assert [issue.kind for issue in findings] == [
+    assert [finding.kind for finding in findings] == [
         "waiting_for_loader",
         "no_rank",
         "shared_cores",
@@ -186,5 +180,5 @@ def test_a_job_without_pytorch(make_job: MakeJob) -> None:
     folder = make_job([FULL] * 2, record=False)
     change(folder, without(samples.RANK))
     change(folder, lambda row: row | {"ranks": "-"})
-    issue = only_issue(folder)
-    assert issue.kind == "no_rank" and issue.evidence.used_gpus == 0
+    finding = only_finding(folder)
+    assert finding.kind == "no_rank" and finding.used_gpus == 0

@@ -52,8 +52,8 @@ def test_every_evidence_can_be_kept(name: str) -> None:
     """As JSON, in which there is no NaN."""
     verdict = judge(folder_of(name))
     text = json.dumps(verdict_file.as_json(verdict), allow_nan=False)
-    assert [issue["kind"] for issue in json.loads(text)["findings"]] == [
-        issue.kind for issue in verdict.findings
+    assert [finding["kind"] for finding in json.loads(text)["findings"]] == [
+        finding.kind for finding in verdict.findings
     ]
 
 

@@ -1,4 +1,4 @@
-"""The words of the verdict: a sentence for each kind of issue, and the last lines of a job's log."""
+"""The words of the verdict: a sentence for each kind of finding, and the last lines of a job's log."""
 
 import math
 from dataclasses import replace
@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from trainkit.monitor import wording
-from trainkit.monitor.findings.finding import Evidence, Grade, Issue, Location
+from trainkit.monitor.findings import FINDINGS
+from trainkit.monitor.findings.finding import Finding, Grade, Location
 from trainkit.monitor.findings.full_memory import FullGpuMemory, FullHostMemory
 from trainkit.monitor.findings.gpu_power import PowerReading
 from trainkit.monitor.findings.idle_cpus import IdleCpus
 from trainkit.monitor.findings.idle_gpus import IdleGpus
-from trainkit.monitor.findings.launch_bound_gpus import LaunchBound
+from trainkit.monitor.findings.launch_bound_gpus import LaunchBoundGpus
 from trainkit.monitor.findings.paused_ranks import PauseCause, PausedRanks
 from trainkit.monitor.findings.ranks_never_met import RanksNeverMet
 from trainkit.monitor.findings.shared_cores import SharedCores
@@ -25,14 +26,24 @@ from trainkit.monitor.requests import CORES, MEMORY, Request
 from trainkit.monitor.sample_tables import GpuId, RankId
 from trainkit.monitor.verdict import Devices, LastRanks, NothingSeen, StartedByScripts, TooShort, Verdict
 
+# What all findings on the first rank, GPU or node have.
+RANK = {"locations": [RankId("n1", 0)], "lost_share": 0.5}
+GPU = {"locations": [GpuId("n1", 0)], "lost_share": 0.5}
+NODE = {"locations": ["n1"], "lost_share": 0.5}
 POWER = PowerReading(power_w=143, limit_w=700, utilisation_percent=24)
 WAITING = WaitingForBatches(
-    waiting_share=0.93, loader_workers=2, cores_per_worker=0.99, all_cores_in_use=False, is_resident=False
+    **RANK,
+    waiting_share=0.93,
+    loader_workers=2,
+    cores_per_worker=0.99,
+    all_cores_in_use=False,
+    is_resident=False,
 )
 CORES_SHARED = SharedCores(
-    waiting_share=0.4, ranks=2, loader_workers=0, cores=1, used_by_others=False, exclusive_helps=True
+    **RANK, waiting_share=0.4, ranks=2, loader_workers=0, cores=1, used_by_others=False, exclusive_helps=True
 )
 HOT = ThrottledGpus(
+    **GPU,
     cause=ThrottlingCause.HEAT,
     time_share=0.8,
     clock_mhz=840,
@@ -40,7 +51,8 @@ HOT = ThrottledGpus(
     temperature_c=91,
     power_limit_w=150,
 )
-GAPS = LaunchBound(
+GAPS = LaunchBoundGpus(
+    **GPU,
     load=0.08,
     gap_share=0.32,
     has_gaps=True,
@@ -50,17 +62,27 @@ GAPS = LaunchBound(
     is_captured=False,
     power=POWER,
 )
-# Evidence, and what its sentence names: rank, GPU or node, what was measured, the option or file that helps.
-SENTENCES: list[tuple[Evidence, tuple[str, ...]]] = [
-    (RanksNeverMet(ranks=2), ("2 ranks", "init_process_group")),
-    (UnusedGpus(gpus=1, used_gpus=2), ("GPU 0 on n1", "2 GPUs")),
-    (UnusedGpus(gpus=1, used_gpus=0), ("GPU 0 on n1", "no GPU")),
-    (PausedRanks(seconds=45, cause=PauseCause.STOPPED), ("SIGSTOP", "rank 0 on n1", "45 s", "kill -CONT")),
-    (PausedRanks(seconds=45, cause=PauseCause.FILE_SYSTEM), ("rank 0 on n1", "45 s", "file system")),
-    (PausedRanks(seconds=45, cause=PauseCause.UNKNOWN), ("rank 0 on n1", "45 s", "--debug")),
-    (SlowRank(times_as_long=2.8, waiting_share=0.4), ("rank 0 on n1", "2.8 times", "40 %")),
-    (WAITING, ("93 %", "2 loader workers, at 99 %", "--num-workers", "--loader resident")),
-    (replace(WAITING, all_cores_in_use=True), ("--cpus-per-task", "--loader resident")),
+# A finding, and words of its sentence: what was seen, and the remedy.
+SENTENCES: list[tuple[Finding, tuple[str, ...]]] = [
+    (RanksNeverMet(**RANK, ranks=2), ("2 ranks never met", "init_process_group")),
+    (UnusedGpus(**GPU, gpus=1, used_gpus=2), ("no rank uses GPU 0 on n1", "ask for 2 GPUs")),
+    (UnusedGpus(**GPU, gpus=1, used_gpus=0), ("no rank uses GPU 0 on n1", "ask for no GPU")),
+    (
+        PausedRanks(**RANK, seconds=45, cause=PauseCause.STOPPED),
+        ("SIGSTOP", "rank 0 on n1", "45 s", "kill -CONT"),
+    ),
+    (
+        PausedRanks(**RANK, seconds=45, cause=PauseCause.FILE_SYSTEM),
+        ("rank 0 on n1", "45 s", "file system", "stage"),
+    ),
+    (PausedRanks(**RANK, seconds=45, cause=PauseCause.UNKNOWN), ("rank 0 on n1", "45 s", "--debug")),
+    (
+        SlowRank(**RANK, times_as_long=2.8, waiting_share=0.4),
+        ("rank 0 on n1", "2.8 times", "40 %", "compare"),
+    ),
+    (WAITING, ("waiting for batches", "93 %", "(2 loader workers, at 99 % of a core)", "(--num-workers)")),
+    (WAITING, ("(--loader resident)",)),
+    (replace(WAITING, all_cores_in_use=True), ("all cores", "(--cpus-per-task)", "(--loader resident)")),
     (
         replace(WAITING, loader_workers=1, cores_per_worker=0.25),
         ("1 loader worker, at 25 %", "files", "--loader resident"),
@@ -74,12 +96,12 @@ SENTENCES: list[tuple[Evidence, tuple[str, ...]]] = [
         ("--loader workers --num-workers 4",),
     ),
     (
-        SlowCommunication(communication_share=0.62, network_mb_s=math.nan),
-        ("62 %", "03_multigpu_ddp/beyond"),
+        SlowCommunication(**NODE, communication_share=0.62, network_mb_s=math.nan),
+        ("averaging the gradients takes 62 %", "micro-batches (03_multigpu_ddp/beyond)."),
     ),
     (
-        SlowCommunication(communication_share=0.62, network_mb_s=231),
-        ("62 %", "231 MB/s", "slurm/doctor.py --job"),
+        SlowCommunication(**NODE, communication_share=0.62, network_mb_s=231),
+        ("averaging the gradients takes 62 %", "231 MB/s", "slurm/doctor.py --job"),
     ),
     (
         CORES_SHARED,
@@ -91,16 +113,16 @@ SENTENCES: list[tuple[Evidence, tuple[str, ...]]] = [
         replace(CORES_SHARED, used_by_others=True, exclusive_helps=False),
         ("other programs",),
     ),
-    (IdleCpus(computing_share=0.08), ("rank 0 on n1", "8 %", "--debug")),
-    (HOT, ("heat (91 C)", "GPU 0 on n1", "80 %", "840 of 1,400 MHz")),
-    (replace(HOT, temperature_c=math.nan, clock_mhz=math.nan), ("heat", "80 %")),
-    (replace(HOT, cause=ThrottlingCause.POWER), ("power cap (150 W)", "80 %")),
+    (IdleCpus(**RANK, computing_share=0.08), ("rank 0 on n1", "8 %", "--debug")),
+    (HOT, ("heat (91 C)", "GPU 0 on n1 for 80 % of the time, to 840 of 1,400 MHz", "your admin")),
+    (replace(HOT, temperature_c=math.nan, clock_mhz=math.nan), ("heat slows", "80 % of the time:")),
+    (replace(HOT, cause=ThrottlingCause.POWER), ("power cap (150 W)", "80 %", "your admin")),
     (replace(HOT, cause=ThrottlingCause.OTHER), ("application clocks", "80 %", "nvidia-smi -q -d CLOCK")),
-    (FullGpuMemory(used_share=0.98), ("98 %", "GPU 0 on n1")),
-    (FullHostMemory(used_share=0.93), ("93 %", "n1", "--mem")),
+    (FullGpuMemory(**GPU, used_share=0.98), ("98 %", "memory of GPU 0 on n1", "smaller batch per GPU")),
+    (FullHostMemory(**NODE, used_share=0.93), ("93 %", "job's memory on n1", "--mem")),
     (
-        IdleGpus(gpus=1, others_work=True, power=PowerReading(63, 400, 0)),
-        ("GPU 0 on n1", "63 of 400 W, utilisation 0 %"),
+        IdleGpus(**GPU, gpus=1, others_work=True, power=PowerReading(63, 400, 0)),
+        ("no work reaches GPU 0 on n1", "other GPUs work", "(63 of 400 W, utilisation 0 %)", "log"),
     ),
     (
         GAPS,
@@ -121,8 +143,6 @@ SENTENCES: list[tuple[Evidence, tuple[str, ...]]] = [
         ("143 of 700 W, utilisation 24 %", "loader workers", "03_multigpu_ddp"),
     ),
 ]
-OF_GPUS = (UnusedGpus, ThrottledGpus, FullGpuMemory, IdleGpus, LaunchBound)
-OF_NODES = (SlowCommunication, FullHostMemory)
 VERDICT = Verdict(
     findings=[],
     not_judged=None,
@@ -138,42 +158,34 @@ VERDICT = Verdict(
 )
 
 
-def issue(evidence: Evidence, *more_locations: Location, grade: Grade = Grade.WASTE) -> Issue:
-    location = RankId("n1", 0)
-    if isinstance(evidence, OF_GPUS):
-        location = GpuId("n1", 0)
-    elif isinstance(evidence, OF_NODES):
-        location = "n1"
-    return Issue(evidence, locations=[location, *more_locations], lost_share=0.5, grade=grade)
-
-
-@pytest.mark.parametrize(("evidence", "words"), SENTENCES)
-def test_each_issue_has_its_sentence(evidence: Evidence, words: tuple[str, ...]) -> None:
-    sentence = wording.issue_sentence(issue(evidence))
+@pytest.mark.parametrize(("finding", "words"), SENTENCES)
+def test_each_finding_has_its_sentence(finding: Finding, words: tuple[str, ...]) -> None:
+    sentence = finding.sentence(is_plain=False)
     assert [each for each in words if each not in sentence] == [], sentence
 
 
-def test_every_kind_of_evidence_has_a_sentence() -> None:
-    assert {*Evidence.__subclasses__()} == {type(evidence) for evidence, _ in SENTENCES}
+def test_every_kind_of_finding_has_a_sentence() -> None:
+    assert {*FINDINGS} == {type(finding) for finding, _ in SENTENCES}
 
 
 def test_what_could_be_faster_says_so() -> None:
-    sentence = wording.issue_sentence(issue(GAPS, grade=Grade.FASTER))
-    assert sentence.startswith("could be faster: ")
-    sentence = wording.issue_sentence(issue(GAPS, GpuId("n1", 1), grade=Grade.FASTER))
-    assert "GPUs 0, 1 on n1" in sentence
+    sentence = replace(GAPS, grade=Grade.FASTER).sentence(is_plain=False)
+    assert sentence.startswith("could be faster: ") and "32 %" in sentence and "8 %" in sentence
+    two = replace(GAPS, grade=Grade.FASTER, locations=[GpuId("n1", 0), GpuId("n1", 1)])
+    sentence = two.sentence(is_plain=False)
+    assert "GPUs 0, 1 on n1 at 8 % of their power above idle" in sentence
 
 
-@pytest.mark.parametrize("evidence", [evidence for evidence, _ in SENTENCES])
-def test_a_plain_script_has_none_of_our_options(evidence: Evidence) -> None:
-    sentence = wording.issue_sentence(issue(evidence), is_plain=True)
+@pytest.mark.parametrize("finding", [finding for finding, _ in SENTENCES])
+def test_a_plain_script_has_none_of_our_options(finding: Finding) -> None:
+    sentence = finding.sentence(is_plain=True)
     for option in ("--loader", "--num-workers", "--batch-size", "--debug"):
         assert option not in sentence
 
 
 def test_loader_workers_of_several_ranks_are_those_of_each() -> None:
-    sentence = wording.issue_sentence(issue(WAITING, RankId("n1", 1)))
-    assert "ranks 0, 1 on n1 (2 loader workers each" in sentence
+    sentence = replace(WAITING, locations=[RankId("n1", 0), RankId("n1", 1)]).sentence(is_plain=False)
+    assert "ranks 0, 1 on n1 (2 loader workers each, at 99 % of a core)" in sentence
 
 
 @pytest.mark.parametrize(
@@ -197,7 +209,7 @@ def test_the_lines_of_a_log() -> None:
     assert wording.verdict_lines(VERDICT, "job 12") == ["no waste found", watched]
     verdict = replace(
         VERDICT,
-        findings=[issue(GAPS), issue(FullGpuMemory(used_share=0.98), grade=Grade.DANGER)],
+        findings=[GAPS, FullGpuMemory(**GPU, used_share=0.98, grade=Grade.DANGER)],
         notes=["n1: the name", "n1: memory"],
         is_gpu_power_unknown=True,
         too_much=[

@@ -10,8 +10,8 @@ wasted what is not waste, but could be faster.
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.monitor.findings import FINDERS
-from trainkit.monitor.findings.finding import Grade, Issue
+from trainkit.monitor.findings import FINDINGS
+from trainkit.monitor.findings.finding import Finding, Grade
 from trainkit.monitor.findings.ranks_never_met import RanksNeverMet
 from trainkit.monitor.requests import CORES, Request, requests_of
 from trainkit.monitor.sample_tables import RankId
@@ -67,7 +67,7 @@ class Verdict:
     """What a job wastes, and what could be faster.
 
     Attributes:
-        findings: the issues, the worst first, and then what could be faster.
+        findings: what is wasted, the worst first, and then what could be faster.
         not_judged: what could not be judged, and why; None if all could.
         seconds: how long the job was sampled.
         devices: what it ran on.
@@ -80,7 +80,7 @@ class Verdict:
         is_plain: whether the script of the job does not use the kit, and has none of its options.
     """
 
-    findings: list[Issue]
+    findings: list[Finding]
     not_judged: NothingSeen | TooShort | StartedByScripts | None
     seconds: float
     devices: Devices
@@ -100,7 +100,7 @@ def judge(folder: Path) -> Verdict:
         UserError: if there are none.
     """
     job = SampledJob.read(folder)
-    findings = _find_issues(job)
+    findings = _find(job)
     not_judged = _not_judged(job)
     is_seen_well = not isinstance(not_judged, NothingSeen | TooShort)
     gpus = job.judged.gpus.values()
@@ -119,21 +119,23 @@ def judge(folder: Path) -> Verdict:
     )
 
 
-def _find_issues(job: SampledJob) -> list[Issue]:
-    """Look for all issues, and order those that there are."""
-    issues: dict[str, Issue] = {}
-    for find in FINDERS:
-        issue = find(job)
-        if issue:
-            issues.setdefault(issue.kind, issue)
-    ranks_wait = any(issue.evidence.makes_ranks_wait for issue in issues.values())
-    unexplained = [issue for issue in issues.values() if not (ranks_wait and issue.explained_by_waiting)]
+def _find(job: SampledJob) -> list[Finding]:
+    """Look for all findings, and order those that there are."""
+    findings: dict[str, Finding] = {}
+    for finding_class in FINDINGS:
+        finding = finding_class.find(job)
+        if finding:
+            findings.setdefault(finding.kind, finding)
+    ranks_wait = any(finding.makes_ranks_wait for finding in findings.values())
+    unexplained = [
+        finding for finding in findings.values() if not (ranks_wait and finding.explained_by_waiting)
+    ]
     return sorted(unexplained, key=_order)
 
 
-def _order(issue: Issue) -> tuple[bool, bool, float]:
-    """Return the order of an issue: ranks that never met first, as they waste all but one of them."""
-    return issue.kind != RanksNeverMet.kind, issue.grade is Grade.FASTER, -issue.lost_share
+def _order(finding: Finding) -> tuple[bool, bool, float]:
+    """Return the order of a finding: ranks that never met first, as they waste all but one of them."""
+    return finding.kind != RanksNeverMet.kind, finding.grade is Grade.FASTER, -finding.lost_share
 
 
 def _not_judged(job: SampledJob) -> NothingSeen | TooShort | StartedByScripts | None:
@@ -151,12 +153,12 @@ def _not_judged(job: SampledJob) -> NothingSeen | TooShort | StartedByScripts | 
     )
 
 
-def _too_much(job: SampledJob, findings: list[Issue]) -> list[Request]:
+def _too_much(job: SampledJob, findings: list[Finding]) -> list[Request]:
     """Return the requests of which less would have been enough, without those that a remedy needs."""
     requests = [request for request in requests_of(job) if request.is_too_much]
     # Nobody knows whether processes that a script has started itself wait for cores.
     have_started_processes = any(job.started_processes(rank) for rank in job.sampled.ranks)
-    need_cores = any(issue.evidence.remedy_takes_cores for issue in findings)
+    need_cores = any(finding.remedy_takes_cores for finding in findings)
     if need_cores or have_started_processes:
         requests = [request for request in requests if request.option != CORES]
     return requests

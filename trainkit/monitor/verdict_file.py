@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 
 from trainkit.files import replacing
 from trainkit.monitor import samples, wording
-from trainkit.monitor.findings.finding import Issue
+from trainkit.monitor.findings.finding import Finding
+from trainkit.monitor.findings.words import name_locations
 from trainkit.monitor.verdict import Verdict
 from trainkit.record import records
 
@@ -35,7 +35,7 @@ def as_json(verdict: Verdict) -> dict[str, object]:
     """
     return {
         "schema_version": SCHEMA_VERSION,
-        "findings": [_issue_as_json(issue, verdict.is_plain) for issue in verdict.findings],
+        "findings": [_finding_as_json(finding, verdict.is_plain) for finding in verdict.findings],
         "unknown": wording.not_judged_sentence(verdict),
         "seconds": _plain_value(verdict.seconds),
         "devices": wording.devices_words(verdict.devices),
@@ -46,14 +46,14 @@ def as_json(verdict: Verdict) -> dict[str, object]:
     }
 
 
-def _issue_as_json(issue: Issue, is_plain: bool) -> dict[str, object]:
+def _finding_as_json(finding: Finding, is_plain: bool) -> dict[str, object]:
     return {
-        "kind": issue.kind,
-        "grade": issue.grade.value,
-        "where": wording.name_locations(issue.locations),
-        "lost_share": _plain_value(issue.lost_share),
-        "evidence": _plain_value(asdict(issue.evidence)),
-        "sentence": wording.issue_sentence(issue, is_plain),
+        "kind": finding.kind,
+        "grade": finding.grade.value,
+        "where": name_locations(finding.locations),
+        "lost_share": _plain_value(finding.lost_share),
+        "evidence": _plain_value(finding.evidence()),
+        "sentence": finding.sentence(is_plain),
     }
 
 

@@ -2,7 +2,6 @@
 
 import math
 
-from trainkit.monitor.findings.finding import Issue, sentence
 from trainkit.monitor.findings.words import count, name_locations
 from trainkit.monitor.requests import Request
 from trainkit.monitor.sampled_job import LEAST_SAMPLES
@@ -35,12 +34,7 @@ def verdict_lines(verdict: Verdict, job_name: str) -> list[str]:
 
 def sentences(verdict: Verdict) -> list[str]:
     """Return a sentence for each finding."""
-    return [issue_sentence(issue, verdict.is_plain) for issue in verdict.findings]
-
-
-def issue_sentence(issue: Issue, is_plain: bool = False) -> str:
-    """Return a sentence on an issue, with its remedy; for a plain script without the options of the kit."""
-    return sentence(issue.evidence, issue, is_plain)
+    return [finding.sentence(verdict.is_plain) for finding in verdict.findings]
 
 
 def not_judged_sentence(verdict: Verdict) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainkit.monitor.findings.finding import Evidence, Issue, sentence
+from trainkit.monitor.findings.finding import Finding
 from trainkit.monitor.findings.gpu_power import (
     IDLE_LOAD,
     IDLE_UTILISATION_PERCENT,
@@ -17,8 +17,8 @@ from trainkit.monitor.sample_tables import GpuId
 from trainkit.monitor.sampled_job import SampledJob
 
 
-@dataclass(frozen=True)
-class IdleGpus(Evidence):
+@dataclass(frozen=True, kw_only=True)
+class IdleGpus(Finding):
     """GPUs that no work reaches."""
 
     kind = "idle_gpu"
@@ -26,20 +26,29 @@ class IdleGpus(Evidence):
     others_work: bool
     power: PowerReading
 
+    @classmethod
+    def find(cls, job: SampledJob) -> "IdleGpus | None":
+        """Find GPUs that have a rank, and no work."""
+        loads = loads_of_used_gpus(job)
+        idle = idle_gpus(job, loads)
+        if not idle:
+            return None
+        others_work = max(loads.values()) >= LOW_LOAD
+        return cls(
+            gpus=len(idle),
+            others_work=len(idle) < len(loads),
+            power=power_of(job, idle),
+            locations=idle,
+            lost_share=len(idle) / len(job.judged.gpus),
+            explained_by_waiting=not others_work,
+        )
 
-def find_idle_gpus(job: SampledJob) -> Issue | None:
-    """Find GPUs that have a rank, and no work."""
-    loads = loads_of_used_gpus(job)
-    idle = idle_gpus(job, loads)
-    if not idle:
-        return None
-    others_work = max(loads.values()) >= LOW_LOAD
-    return Issue(
-        IdleGpus(gpus=len(idle), others_work=len(idle) < len(loads), power=power_of(job, idle)),
-        locations=idle,
-        lost_share=len(idle) / len(job.judged.gpus),
-        explained_by_waiting=not others_work,
-    )
+    def sentence(self, is_plain: bool) -> str:
+        others = ", while other GPUs work" if self.others_work else ""
+        return (
+            f"no work reaches {name_locations(self.locations)}{others} ({power_words(self.power)}): check "
+            "in the log which device its rank computes on."
+        )
 
 
 def idle_gpus(job: SampledJob, loads: dict[GpuId, float]) -> list[GpuId]:
@@ -48,12 +57,3 @@ def idle_gpus(job: SampledJob, loads: dict[GpuId, float]) -> list[GpuId]:
         for gpu, load in loads.items()
         if load < IDLE_LOAD and job.mean_of_gpus([gpu], "utilisation") < IDLE_UTILISATION_PERCENT
     ]
-
-
-@sentence.register
-def _idle_gpus(evidence: IdleGpus, issue: Issue, is_plain: bool) -> str:
-    others = ", while other GPUs work" if evidence.others_work else ""
-    return (
-        f"no work reaches {name_locations(issue.locations)}{others} ({power_words(evidence.power)}): check "
-        "in the log which device its rank computes on."
-    )

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from trainkit.monitor.findings.finding import Evidence, Grade, Issue, sentence
+from trainkit.monitor.findings.finding import Finding, Grade
 from trainkit.monitor.findings.gpu_power import (
     LOW_LOAD,
     PowerReading,
@@ -24,8 +24,8 @@ BUSY_UTILISATION_PERCENT = 80
 GAP_TIME_SHARE = 0.2
 
 
-@dataclass(frozen=True)
-class LaunchBound(Evidence):
+@dataclass(frozen=True, kw_only=True)
+class LaunchBoundGpus(Finding):
     """GPUs that wait for their next kernel, as the CPU launches them too slowly.
 
     Attributes:
@@ -48,47 +48,74 @@ class LaunchBound(Evidence):
     is_captured: bool
     power: PowerReading
 
+    @classmethod
+    def find(cls, job: SampledJob) -> "LaunchBoundGpus | None":
+        """Find GPUs that wait for their next kernel.
 
-def find_launch_bound_gpus(job: SampledJob) -> Issue | None:
-    """Find GPUs that wait for their next kernel: those at low power, or else those that could be faster."""
-    loads = loads_of_used_gpus(job)
-    idle = idle_gpus(job, loads)
-    at_low_load = [gpu for gpu, load in loads.items() if load < LOW_LOAD and gpu not in idle]
-    if at_low_load:
-        load = _mean_load(job, at_low_load)
-        return _launch_bound(job, at_low_load, lost_share=1 - load, grade=Grade.WASTE)
-    with_gaps = [
-        gpu
-        for gpu, load in loads.items()
-        if LOW_LOAD <= load < HALF_LOAD and _gap_share(job, gpu) >= GAP_TIME_SHARE
-    ]
-    if with_gaps:
-        gap_share = _mean_gap_share(job, with_gaps)
-        return _launch_bound(job, with_gaps, lost_share=gap_share, grade=Grade.FASTER)
-    return None
+        They are those at low power, or else those that could be faster.
+        """
+        loads = loads_of_used_gpus(job)
+        idle = idle_gpus(job, loads)
+        at_low_load = [gpu for gpu, load in loads.items() if load < LOW_LOAD and gpu not in idle]
+        if at_low_load:
+            load = _mean_load(job, at_low_load)
+            return cls._with_evidence(job, at_low_load, lost_share=1 - load, grade=Grade.WASTE)
+        with_gaps = [
+            gpu
+            for gpu, load in loads.items()
+            if LOW_LOAD <= load < HALF_LOAD and _gap_share(job, gpu) >= GAP_TIME_SHARE
+        ]
+        if with_gaps:
+            gap_share = _mean_gap_share(job, with_gaps)
+            return cls._with_evidence(job, with_gaps, lost_share=gap_share, grade=Grade.FASTER)
+        return None
 
+    @classmethod
+    def _with_evidence(
+        cls, job: SampledJob, gpus: list[GpuId], lost_share: float, grade: Grade
+    ) -> "LaunchBoundGpus":
+        """Return the finding on these GPUs, which lose this share of their own time."""
+        sums = job.epochs[["train_seconds", "steps"]].sum()
+        stages = job.epochs.stage.astype(str)
+        has_gaps = not job.mean_of_gpus(gpus, "utilisation") >= BUSY_UTILISATION_PERCENT
+        return cls(
+            load=_mean_load(job, gpus),
+            gap_share=_mean_gap_share(job, gpus),
+            has_gaps=has_gaps,
+            may_lack_batches=has_gaps and job.rank_shares.empty,
+            step_seconds=sums.train_seconds / sums.steps if sums.steps else math.nan,
+            is_data_parallel=stages.str.startswith(DP).any(),
+            is_captured=stages.str.contains("captured").any(),
+            power=power_of(job, gpus),
+            locations=gpus,
+            lost_share=lost_share * len(gpus) / len(job.judged.gpus),
+            grade=grade,
+            explained_by_waiting=True,
+        )
 
-def _launch_bound(job: SampledJob, gpus: list[GpuId], lost_share: float, grade: Grade) -> Issue:
-    sums = job.epochs[["train_seconds", "steps"]].sum()
-    stages = job.epochs.stage.astype(str)
-    has_gaps = not job.mean_of_gpus(gpus, "utilisation") >= BUSY_UTILISATION_PERCENT
-    evidence = LaunchBound(
-        load=_mean_load(job, gpus),
-        gap_share=_mean_gap_share(job, gpus),
-        has_gaps=has_gaps,
-        may_lack_batches=has_gaps and job.rank_shares.empty,
-        step_seconds=sums.train_seconds / sums.steps if sums.steps else math.nan,
-        is_data_parallel=stages.str.startswith(DP).any(),
-        is_captured=stages.str.contains("captured").any(),
-        power=power_of(job, gpus),
-    )
-    return Issue(
-        evidence,
-        locations=gpus,
-        lost_share=lost_share * len(gpus) / len(job.judged.gpus),
-        grade=grade,
-        explained_by_waiting=True,
-    )
+    def sentence(self, is_plain: bool) -> str:
+        gpus = name_locations(self.locations)
+        if self.grade is Grade.FASTER:
+            problem = (
+                f"{Grade.FASTER.value}: no kernel runs for {percent(self.gap_share)} of the time, which "
+                f"leaves {gpus}"
+            )
+        elif self.has_gaps:
+            problem = f"gaps between kernels leave {gpus}"
+        else:
+            problem = f"short kernels leave {gpus}"
+        seen = power_words(self.power)
+        if self.step_seconds >= 0:
+            seen += f", {1000 * self.step_seconds:.3g} ms a step"
+        remedy = "use a larger batch per GPU" + options_in_brackets("--batch-size", is_plain)
+        if self.may_lack_batches:
+            remedy += ", loader workers if there are none"
+        if self.is_data_parallel:
+            remedy += ", or DDP (03_multigpu_ddp)"
+        elif not self.is_captured:
+            remedy += f", or a captured step (03_multigpu_ddp/beyond/by_feature/captured.py; {LAUNCHES_PAGE})"
+        whose = "its" if len(self.locations) == 1 else "their"
+        return f"{problem} at {percent(self.load)} of {whose} power above idle ({seen}): {remedy}."
 
 
 def _mean_load(job: SampledJob, gpus: list[GpuId]) -> float:
@@ -111,29 +138,3 @@ def _gap_share(job: SampledJob, gpu: GpuId) -> float:
     if job.has_loader_workers and len(job.rank_shares):
         waiting = job.rank_shares.data.max()
     return 1 - job.mean_of_gpus([gpu], "utilisation") / 100 - between_epochs - waiting
-
-
-@sentence.register
-def _launch_bound_gpus(evidence: LaunchBound, issue: Issue, is_plain: bool) -> str:
-    gpus = name_locations(issue.locations)
-    if issue.grade is Grade.FASTER:
-        problem = (
-            f"{Grade.FASTER.value}: no kernel runs for {percent(evidence.gap_share)} of the time, which "
-            f"leaves {gpus}"
-        )
-    elif evidence.has_gaps:
-        problem = f"gaps between kernels leave {gpus}"
-    else:
-        problem = f"short kernels leave {gpus}"
-    seen = power_words(evidence.power)
-    if evidence.step_seconds >= 0:
-        seen += f", {1000 * evidence.step_seconds:.3g} ms a step"
-    remedy = "use a larger batch per GPU" + options_in_brackets("--batch-size", is_plain)
-    if evidence.may_lack_batches:
-        remedy += ", loader workers if there are none"
-    if evidence.is_data_parallel:
-        remedy += ", or DDP (03_multigpu_ddp)"
-    elif not evidence.is_captured:
-        remedy += f", or a captured step (03_multigpu_ddp/beyond/by_feature/captured.py; {LAUNCHES_PAGE})"
-    whose = "its" if len(issue.locations) == 1 else "their"
-    return f"{problem} at {percent(evidence.load)} of {whose} power above idle ({seen}): {remedy}."

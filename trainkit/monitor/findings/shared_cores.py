@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainkit.monitor.findings.finding import Evidence, Issue, sentence
+from trainkit.monitor.findings.finding import Finding
 from trainkit.monitor.findings.gpu_power import LOW_LOAD
 from trainkit.monitor.findings.words import count, name_locations, percent
 from trainkit.monitor.sample_tables import mean
@@ -15,8 +15,8 @@ CORE_WAIT_SHARE = 0.2
 CORES_IN_USE_SHARE = 0.85
 
 
-@dataclass(frozen=True)
-class SharedCores(Evidence):
+@dataclass(frozen=True, kw_only=True)
+class SharedCores(Finding):
     """Ranks whose threads wait for a core.
 
     Attributes:
@@ -38,49 +38,48 @@ class SharedCores(Evidence):
     used_by_others: bool
     exclusive_helps: bool
 
-
-def find_shared_cores(job: SampledJob) -> Issue | None:
-    """Find ranks whose threads wait for a core, unless their GPU is busy meanwhile."""
-    shares = {rank: job.core_wait_share(rank) for rank in job.judged.ranks}
-    waiting = [rank for rank, share in shares.items() if share >= CORE_WAIT_SHARE]
-    waiting = [
-        rank for rank in waiting if rank not in job.gpus_of_ranks or not job.rank_load(rank) >= LOW_LOAD
-    ]
-    if not waiting:
-        return None
-    worst = max(waiting, key=shares.get)
-    tables = [rows for rank, rows in job.judged.ranks.items() if rank.node == worst.node]
-    cores = set(parse_ranges(",".join(rows.core_list.iloc[-1] for rows in tables)))
-    loader_workers = [rows.loaders.mean() for rows in tables]
-    cores_in_use = mean([job.judged.nodes[worst.node]] if worst.node in job.judged.nodes else [], "cores")
-    evidence = SharedCores(
-        waiting_share=shares[worst],
-        ranks=len(tables),
-        loader_workers=sum(round(number) for number in loader_workers if number > 0),
-        cores=len(cores),
-        used_by_others=cores_in_use < CORES_IN_USE_SHARE * len(cores),
-        exclusive_helps=job.asked is not None and job.asked.exclusive_helps,
-    )
-    return Issue(evidence, locations=waiting, lost_share=shares[worst])
-
-
-@sentence.register
-def _shared_cores(evidence: SharedCores, issue: Issue, is_plain: bool) -> str:
-    cores = count(evidence.cores, "core")
-    if evidence.used_by_others:
-        remedy = "end them, or wait until they end"
-        if evidence.exclusive_helps:
-            remedy = "ask for whole nodes (--exclusive)"
-        reason = f"other programs also use its {cores}: {remedy}"
-    else:
-        sharing = count(evidence.ranks, "rank")
-        if evidence.loader_workers:
-            sharing += f" and {count(evidence.loader_workers, 'loader worker')}"
-        reason = (
-            f"{sharing} share {cores}: ask for more cores (--cpus-per-task, with srun --cpu-bind=cores), or "
-            "use fewer threads (OMP_NUM_THREADS) and workers"
+    @classmethod
+    def find(cls, job: SampledJob) -> "SharedCores | None":
+        """Find ranks whose threads wait for a core, unless their GPU is busy meanwhile."""
+        shares = {rank: job.core_wait_share(rank) for rank in job.judged.ranks}
+        waiting = [rank for rank, share in shares.items() if share >= CORE_WAIT_SHARE]
+        waiting = [
+            rank for rank in waiting if rank not in job.gpus_of_ranks or not job.rank_load(rank) >= LOW_LOAD
+        ]
+        if not waiting:
+            return None
+        worst = max(waiting, key=shares.get)
+        tables = [rows for rank, rows in job.judged.ranks.items() if rank.node == worst.node]
+        cores = set(parse_ranges(",".join(rows.core_list.iloc[-1] for rows in tables)))
+        loader_workers = [rows.loaders.mean() for rows in tables]
+        cores_in_use = mean([job.judged.nodes[worst.node]] if worst.node in job.judged.nodes else [], "cores")
+        return cls(
+            waiting_share=shares[worst],
+            ranks=len(tables),
+            loader_workers=sum(round(number) for number in loader_workers if number > 0),
+            cores=len(cores),
+            used_by_others=cores_in_use < CORES_IN_USE_SHARE * len(cores),
+            exclusive_helps=job.asked is not None and job.asked.exclusive_helps,
+            locations=waiting,
+            lost_share=shares[worst],
         )
-    return (
-        f"waiting for a core takes {percent(evidence.waiting_share)} of the time of "
-        f"{name_locations(issue.locations)}, because {reason}."
-    )
+
+    def sentence(self, is_plain: bool) -> str:
+        cores = count(self.cores, "core")
+        if self.used_by_others:
+            remedy = "end them, or wait until they end"
+            if self.exclusive_helps:
+                remedy = "ask for whole nodes (--exclusive)"
+            reason = f"other programs also use its {cores}: {remedy}"
+        else:
+            sharing = count(self.ranks, "rank")
+            if self.loader_workers:
+                sharing += f" and {count(self.loader_workers, 'loader worker')}"
+            reason = (
+                f"{sharing} share {cores}: ask for more cores (--cpus-per-task, with srun --cpu-bind=cores), "
+                "or use fewer threads (OMP_NUM_THREADS) and workers"
+            )
+        return (
+            f"waiting for a core takes {percent(self.waiting_share)} of the time of "
+            f"{name_locations(self.locations)}, because {reason}."
+        )

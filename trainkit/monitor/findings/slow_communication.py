@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from trainkit.monitor.findings.finding import Evidence, Issue, sentence
+from trainkit.monitor.findings.finding import Finding
 from trainkit.monitor.findings.words import percent
 from trainkit.monitor.sample_tables import mean
 from trainkit.monitor.sampled_job import SampledJob
@@ -14,8 +14,8 @@ COMMUNICATION_SHARE = 0.4
 LONG_EPOCH_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class SlowCommunication(Evidence):
+@dataclass(frozen=True, kw_only=True)
+class SlowCommunication(Finding):
     """Averaging the gradients, as a share of the training time, and what each of several nodes moves."""
 
     kind = "network_bound"
@@ -23,32 +23,31 @@ class SlowCommunication(Evidence):
     communication_share: float
     network_mb_s: float
 
-
-def find_slow_communication(job: SampledJob) -> Issue | None:
-    """Find that the ranks wait for communication, by the times that each has measured itself."""
-    communication_share = 1 - job.own_shares.max()
-    if (
-        not communication_share >= COMMUNICATION_SHARE
-        or not job.epochs.train_seconds.mean() >= LONG_EPOCH_SECONDS
-    ):
-        return None
-    network_mb_s = math.nan
-    if len(job.last_nodes) > 1:
-        network_mb_s = mean(job.judged.nodes.values(), "network_mb_s")
-    return Issue(
-        SlowCommunication(communication_share=communication_share, network_mb_s=network_mb_s),
-        locations=job.last_nodes,
-        lost_share=communication_share,
-    )
-
-
-@sentence.register
-def _slow_communication(evidence: SlowCommunication, issue: Issue, is_plain: bool) -> str:
-    remedy = "use a larger batch per device, or accumulate several micro-batches (03_multigpu_ddp/beyond)"
-    if evidence.network_mb_s >= 0:
-        remedy += (
-            f"; each node sends and receives {evidence.network_mb_s:.0f} MB/s: check with slurm/doctor.py "
-            "--job whether its network can do more"
+    @classmethod
+    def find(cls, job: SampledJob) -> "SlowCommunication | None":
+        """Find that the ranks wait for communication, by the times that each has measured itself."""
+        communication_share = 1 - job.own_shares.max()
+        if (
+            not communication_share >= COMMUNICATION_SHARE
+            or not job.epochs.train_seconds.mean() >= LONG_EPOCH_SECONDS
+        ):
+            return None
+        network_mb_s = math.nan
+        if len(job.last_nodes) > 1:
+            network_mb_s = mean(job.judged.nodes.values(), "network_mb_s")
+        return cls(
+            communication_share=communication_share,
+            network_mb_s=network_mb_s,
+            locations=job.last_nodes,
+            lost_share=communication_share,
         )
-    share = percent(evidence.communication_share)
-    return f"averaging the gradients takes {share} of the training time: {remedy}."
+
+    def sentence(self, is_plain: bool) -> str:
+        remedy = "use a larger batch per device, or accumulate several micro-batches (03_multigpu_ddp/beyond)"
+        if self.network_mb_s >= 0:
+            remedy += (
+                f"; each node sends and receives {self.network_mb_s:.0f} MB/s: check with slurm/doctor.py "
+                "--job whether its network can do more"
+            )
+        share = percent(self.communication_share)
+        return f"averaging the gradients takes {share} of the training time: {remedy}."

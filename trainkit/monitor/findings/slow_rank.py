@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trainkit.monitor import samples
-from trainkit.monitor.findings.finding import LEAST_LOST_SHARE, Evidence, Issue, sentence
+from trainkit.monitor.findings.finding import LEAST_LOST_SHARE, Finding
 from trainkit.monitor.findings.shared_cores import CORE_WAIT_SHARE
 from trainkit.monitor.findings.throttled_gpus import HOT_TIME_SHARE
 from trainkit.monitor.findings.waiting_for_batches import least_wait_share
@@ -12,8 +12,8 @@ from trainkit.monitor.sampled_job import SampledJob
 from trainkit.record import records
 
 
-@dataclass(frozen=True)
-class SlowRank(Evidence):
+@dataclass(frozen=True, kw_only=True)
+class SlowRank(Finding):
     """A rank that the others wait for, as its own part of a step takes so many times as long."""
 
     kind = samples.STALLED_RANK
@@ -21,24 +21,32 @@ class SlowRank(Evidence):
     times_as_long: float
     waiting_share: float
 
+    @classmethod
+    def find(cls, job: SampledJob) -> "SlowRank | None":
+        """Find the rank that the others wait for, by the times that each has measured itself."""
+        own_shares = job.own_shares
+        if own_shares.empty:
+            return None
+        slowest = own_shares.idxmax()
+        times_as_long = own_shares[slowest] / own_shares.drop(slowest).median()
+        waiting_share = own_shares[slowest] - own_shares.mean()
+        if not (times_as_long >= records.SLOW_RANK_FACTOR and waiting_share >= LEAST_LOST_SHARE):
+            return None
+        if _is_slow_for_another_reason(job, slowest):
+            return None
+        return cls(
+            times_as_long=times_as_long,
+            waiting_share=waiting_share,
+            locations=[job.find_rank(slowest)],
+            lost_share=waiting_share,
+        )
 
-def find_slow_rank(job: SampledJob) -> Issue | None:
-    """Find the rank that the others wait for, by the times that each has measured itself."""
-    own_shares = job.own_shares
-    if own_shares.empty:
-        return None
-    slowest = own_shares.idxmax()
-    times_as_long = own_shares[slowest] / own_shares.drop(slowest).median()
-    waiting_share = own_shares[slowest] - own_shares.mean()
-    if not (times_as_long >= records.SLOW_RANK_FACTOR and waiting_share >= LEAST_LOST_SHARE):
-        return None
-    if _is_slow_for_another_reason(job, slowest):
-        return None
-    return Issue(
-        SlowRank(times_as_long=times_as_long, waiting_share=waiting_share),
-        locations=[job.find_rank(slowest)],
-        lost_share=waiting_share,
-    )
+    def sentence(self, is_plain: bool) -> str:
+        return (
+            f"{name_locations(self.locations)} takes {self.times_as_long:.1f} times as long as the others "
+            f"for its own part of a step, so they wait for {percent(self.waiting_share)} of the time: "
+            "compare its cores, its clock and its work with theirs."
+        )
 
 
 def _is_slow_for_another_reason(job: SampledJob, slowest: int) -> bool:
@@ -56,12 +64,3 @@ def _is_slow_for_another_reason(job: SampledJob, slowest: int) -> bool:
             if is_hot.mean() > HOT_TIME_SHARE:
                 return True
     return False
-
-
-@sentence.register
-def _slow_rank(evidence: SlowRank, issue: Issue, is_plain: bool) -> str:
-    return (
-        f"{name_locations(issue.locations)} takes {evidence.times_as_long:.1f} times as long as the others "
-        f"for its own part of a step, so they wait for {percent(evidence.waiting_share)} of the time: "
-        "compare its cores, its clock and its work with theirs."
-    )

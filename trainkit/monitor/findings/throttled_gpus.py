@@ -5,7 +5,7 @@ from enum import Enum
 
 import pandas as pd
 
-from trainkit.monitor.findings.finding import Evidence, Issue, sentence
+from trainkit.monitor.findings.finding import Finding
 from trainkit.monitor.findings.words import name_locations, percent
 from trainkit.monitor.sample_tables import GpuId
 from trainkit.monitor.sampled_job import SampledJob
@@ -25,8 +25,8 @@ class ThrottlingCause(str, Enum):
     OTHER = "other"
 
 
-@dataclass(frozen=True)
-class ThrottledGpus(Evidence):
+@dataclass(frozen=True, kw_only=True)
+class ThrottledGpus(Finding):
     """GPUs whose clock is low: the share of the time of the worst, and its means in that time."""
 
     kind = "throttled"
@@ -38,18 +38,56 @@ class ThrottledGpus(Evidence):
     temperature_c: float
     power_limit_w: float
 
+    @classmethod
+    def find(cls, job: SampledJob) -> "ThrottledGpus | None":
+        """Find GPUs with a low clock.
 
-def find_throttled_gpus(job: SampledJob) -> Issue | None:
-    """Find GPUs with a low clock: whenever heat is the reason, for other reasons only if it is very low."""
-    for cause in ThrottlingCause:
-        least_share = HOT_TIME_SHARE if cause is ThrottlingCause.HEAT else CAPPED_TIME_SHARE
-        slow_rows = {gpu: _throttled_rows(rows, cause) for gpu, rows in job.judged.gpus.items()}
-        shares = {gpu: len(rows) / len(job.judged.gpus[gpu]) for gpu, rows in slow_rows.items()}
-        throttled = [gpu for gpu, share in shares.items() if share >= least_share]
-        if throttled:
-            worst = max(throttled, key=shares.get)
-            return _throttled(cause, throttled, time_share=shares[worst], rows=slow_rows[worst])
-    return None
+        It is one whenever heat is the reason; for other reasons only if it is very low.
+        """
+        for cause in ThrottlingCause:
+            least_share = HOT_TIME_SHARE if cause is ThrottlingCause.HEAT else CAPPED_TIME_SHARE
+            slow_rows = {gpu: _throttled_rows(rows, cause) for gpu, rows in job.judged.gpus.items()}
+            shares = {gpu: len(rows) / len(job.judged.gpus[gpu]) for gpu, rows in slow_rows.items()}
+            throttled = [gpu for gpu, share in shares.items() if share >= least_share]
+            if throttled:
+                worst = max(throttled, key=shares.get)
+                return cls._with_means(cause, throttled, time_share=shares[worst], rows=slow_rows[worst])
+        return None
+
+    @classmethod
+    def _with_means(
+        cls, cause: ThrottlingCause, gpus: list[GpuId], time_share: float, rows: pd.DataFrame
+    ) -> "ThrottledGpus":
+        """Return the finding on these GPUs, of which the worst had a low clock in these samples."""
+        means = rows.mean(numeric_only=True)
+        lost_share = 0.0
+        if means.clock_mhz <= means.clock_limit_mhz:
+            lost_share = time_share * (1 - means.clock_mhz / means.clock_limit_mhz)
+        return cls(
+            cause=cause,
+            time_share=time_share,
+            clock_mhz=means.clock_mhz,
+            clock_limit_mhz=means.clock_limit_mhz,
+            temperature_c=means.temperature_c,
+            power_limit_w=means.power_limit_w,
+            locations=gpus,
+            lost_share=lost_share,
+        )
+
+    def sentence(self, is_plain: bool) -> str:
+        slows_down = f"slows down {name_locations(self.locations)} for {percent(self.time_share)} of the time"
+        if self.clock_mhz <= self.clock_limit_mhz:
+            slows_down += f", to {self.clock_mhz:,.0f} of {self.clock_limit_mhz:,.0f} MHz"
+        if self.cause is ThrottlingCause.HEAT:
+            celsius = f" ({self.temperature_c:.0f} C)" if self.temperature_c > 0 else ""
+            return f"heat{celsius} {slows_down}: report it to your admin, and use a different node."
+        if self.cause is ThrottlingCause.POWER:
+            limit = f" ({self.power_limit_w:.0f} W)" if self.power_limit_w > 0 else ""
+            return f"a power cap{limit} {slows_down}: ask your admin why."
+        return (
+            f"something other than heat or a power cap, such as application clocks, {slows_down}: ask your "
+            "admin (nvidia-smi -q -d CLOCK,PERFORMANCE)."
+        )
 
 
 def _throttled_rows(rows: pd.DataFrame, cause: ThrottlingCause) -> pd.DataFrame:
@@ -58,38 +96,3 @@ def _throttled_rows(rows: pd.DataFrame, cause: ThrottlingCause) -> pd.DataFrame:
     if cause is not ThrottlingCause.HEAT:
         rows = rows[rows.clock_mhz < CAPPED_CLOCK_SHARE * rows.clock_limit_mhz]
     return rows
-
-
-def _throttled(cause: ThrottlingCause, gpus: list[GpuId], time_share: float, rows: pd.DataFrame) -> Issue:
-    means = rows.mean(numeric_only=True)
-    lost_share = 0.0
-    if means.clock_mhz <= means.clock_limit_mhz:
-        lost_share = time_share * (1 - means.clock_mhz / means.clock_limit_mhz)
-    evidence = ThrottledGpus(
-        cause=cause,
-        time_share=time_share,
-        clock_mhz=means.clock_mhz,
-        clock_limit_mhz=means.clock_limit_mhz,
-        temperature_c=means.temperature_c,
-        power_limit_w=means.power_limit_w,
-    )
-    return Issue(evidence, locations=gpus, lost_share=lost_share)
-
-
-@sentence.register
-def _throttled_gpus(evidence: ThrottledGpus, issue: Issue, is_plain: bool) -> str:
-    slows_down = (
-        f"slows down {name_locations(issue.locations)} for {percent(evidence.time_share)} of the time"
-    )
-    if evidence.clock_mhz <= evidence.clock_limit_mhz:
-        slows_down += f", to {evidence.clock_mhz:,.0f} of {evidence.clock_limit_mhz:,.0f} MHz"
-    if evidence.cause is ThrottlingCause.HEAT:
-        celsius = f" ({evidence.temperature_c:.0f} C)" if evidence.temperature_c > 0 else ""
-        return f"heat{celsius} {slows_down}: report it to your admin, and use a different node."
-    if evidence.cause is ThrottlingCause.POWER:
-        limit = f" ({evidence.power_limit_w:.0f} W)" if evidence.power_limit_w > 0 else ""
-        return f"a power cap{limit} {slows_down}: ask your admin why."
-    return (
-        f"something other than heat or a power cap, such as application clocks, {slows_down}: ask your admin "
-        "(nvidia-smi -q -d CLOCK,PERFORMANCE)."
-    )

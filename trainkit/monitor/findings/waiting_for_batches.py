@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from trainkit.monitor.findings.finding import Evidence, Issue, sentence
+from trainkit.monitor.findings.finding import Finding
 from trainkit.monitor.findings.gpu_power import LOW_LOAD
 from trainkit.monitor.findings.shared_cores import CORES_IN_USE_SHARE
 from trainkit.monitor.findings.words import count, name_locations, options_in_brackets, percent
@@ -20,8 +20,8 @@ STARVED_RANK_CORES = 0.5
 BUSY_LOADER_CORES = 0.8
 
 
-@dataclass(frozen=True)
-class WaitingForBatches(Evidence):
+@dataclass(frozen=True, kw_only=True)
+class WaitingForBatches(Finding):
     """Ranks that wait for their loader workers, or prepare batches themselves.
 
     Attributes:
@@ -41,28 +41,58 @@ class WaitingForBatches(Evidence):
     all_cores_in_use: bool
     is_resident: bool
 
+    @classmethod
+    def find(cls, job: SampledJob) -> "WaitingForBatches | None":
+        """Find ranks that wait for their next batch."""
+        waiting_shares = batch_wait_shares(job)
+        if not waiting_shares:
+            return None
+        ranks = list(waiting_shares)
+        waiting_share = max(waiting_shares.values())
+        # Of the loader workers that are seen, some are for the test set, and idle.
+        seen = job.mean_of_ranks(ranks, "loaders")
+        loader_workers = job.epochs.workers_per_loader.max() if len(job.epochs) else seen
+        cores_per_worker = math.nan
+        if loader_workers:
+            cores_per_worker = job.mean_of_ranks(ranks, "loader_cores") / loader_workers
+        return cls(
+            waiting_share=waiting_share,
+            loader_workers=loader_workers,
+            cores_per_worker=cores_per_worker,
+            all_cores_in_use=_all_cores_in_use(job, ranks[0].node),
+            is_resident=set(job.epochs.loader) == {"resident"},
+            locations=ranks,
+            lost_share=waiting_share,
+        )
 
-def find_waiting_for_batches(job: SampledJob) -> Issue | None:
-    """Find ranks that wait for their next batch."""
-    waiting_shares = batch_wait_shares(job)
-    if not waiting_shares:
-        return None
-    ranks = list(waiting_shares)
-    waiting_share = max(waiting_shares.values())
-    # Of the loader workers that are seen, some are for the test set, and idle.
-    seen = job.mean_of_ranks(ranks, "loaders")
-    loader_workers = job.epochs.workers_per_loader.max() if len(job.epochs) else seen
-    cores_per_worker = math.nan
-    if loader_workers:
-        cores_per_worker = job.mean_of_ranks(ranks, "loader_cores") / loader_workers
-    evidence = WaitingForBatches(
-        waiting_share=waiting_share,
-        loader_workers=loader_workers,
-        cores_per_worker=cores_per_worker,
-        all_cores_in_use=_all_cores_in_use(job, ranks[0].node),
-        is_resident=set(job.epochs.loader) == {"resident"},
-    )
-    return Issue(evidence, locations=ranks, lost_share=waiting_share)
+    def sentence(self, is_plain: bool) -> str:
+        if self.loader_workers > 0:
+            workers = count(round(self.loader_workers), "loader worker")
+            if len(self.locations) > 1:
+                workers += " each"
+            if self.cores_per_worker >= 0:
+                workers += f", at {percent(self.cores_per_worker)} of a core"
+        else:
+            workers = "no loader workers"
+        if self.is_resident:
+            other_remedy = "do less work for each batch"
+        else:
+            other_remedy = "keep the data in memory" + options_in_brackets("--loader resident", is_plain)
+        return (
+            f"waiting for batches takes {percent(self.waiting_share)} of the training time of "
+            f"{name_locations(self.locations)} ({workers}): {self._remedy_for_workers(is_plain)}, "
+            f"or {other_remedy}."
+        )
+
+    def _remedy_for_workers(self, is_plain: bool) -> str:
+        if not self.loader_workers > 0:
+            options = "--loader workers --num-workers 4, and --cpus-per-task for them"
+            return "use some" + options_in_brackets(options, is_plain)
+        if self.all_cores_in_use:
+            return "all cores are busy, so ask for more (--cpus-per-task)"
+        if self.cores_per_worker < BUSY_LOADER_CORES:
+            return "the workers wait as well, for files (stage these on the node) or for cores"
+        return "use more" + options_in_brackets("--num-workers", is_plain)
 
 
 def batch_wait_shares(job: SampledJob) -> dict[RankId, float]:
@@ -104,35 +134,3 @@ def _all_cores_in_use(job: SampledJob, node: str) -> bool:
     rows = job.judged.nodes[node]
     cores = set(parse_ranges(",".join(rows.core_list.unique())))
     return len(cores) > 0 and rows.cores.mean() >= CORES_IN_USE_SHARE * len(cores)
-
-
-@sentence.register
-def _waiting_for_batches(evidence: WaitingForBatches, issue: Issue, is_plain: bool) -> str:
-    if evidence.loader_workers > 0:
-        workers = count(round(evidence.loader_workers), "loader worker")
-        if len(issue.locations) > 1:
-            workers += " each"
-        if evidence.cores_per_worker >= 0:
-            workers += f", at {percent(evidence.cores_per_worker)} of a core"
-    else:
-        workers = "no loader workers"
-    if evidence.is_resident:
-        other_remedy = "do less work for each batch"
-    else:
-        other_remedy = "keep the data in memory" + options_in_brackets("--loader resident", is_plain)
-    return (
-        f"waiting for batches takes {percent(evidence.waiting_share)} of the training time of "
-        f"{name_locations(issue.locations)} ({workers}): {_remedy_for_workers(evidence, is_plain)}, "
-        f"or {other_remedy}."
-    )
-
-
-def _remedy_for_workers(evidence: WaitingForBatches, is_plain: bool) -> str:
-    if not evidence.loader_workers > 0:
-        options = "--loader workers --num-workers 4, and --cpus-per-task for them"
-        return "use some" + options_in_brackets(options, is_plain)
-    if evidence.all_cores_in_use:
-        return "all cores are busy, so ask for more (--cpus-per-task)"
-    if evidence.cores_per_worker < BUSY_LOADER_CORES:
-        return "the workers wait as well, for files (stage these on the node) or for cores"
-    return "use more" + options_in_brackets("--num-workers", is_plain)
