@@ -288,7 +288,7 @@ def test_bash_declares_variables_and_carries_out_the_plan() -> None:
         {"NEW": value},
         {"OWN": value},
         ["job  x", "", value],
-        samples.Asked(1, 1, 0, exclusive_helps=True),
+        samples.RequestedResources(1, 1, 0, exclusive_helps=True),
     )
     shell = f"{beginning.as_shell(plan)}\nenv -0 | grep -zE '^(OLD|NEW|OWN)='; printf %s \"$OWN$begun\""
     done = ran("bash", "-euc", shell, env=ENVIRONMENT | {"OLD": "1"})

@@ -32,7 +32,7 @@ from traces import (
 from trainkit.monitor import samples
 from trainkit.monitor.findings import paused_ranks
 from trainkit.monitor.findings.paused_ranks import PauseCause
-from trainkit.monitor.requests import MEMORY
+from trainkit.monitor.resource_use import MEMORY
 from trainkit.monitor.sample_tables import RankId
 from trainkit.monitor.verdict import StartedByScripts, judge
 
@@ -163,7 +163,7 @@ def test_processes_that_the_script_starts_itself(make_job: MakeJob) -> None:
     has_asked(folder, "8 1 61440 1")
     verdict = judge(folder)
     # They may wait for cores.
-    assert [request.option for request in verdict.too_much] == [MEMORY]
+    assert [resource.option for resource in verdict.too_much] == [MEMORY]
     assert verdict.findings == []
     assert verdict.not_judged == StartedByScripts(processes=2, ranks=[RankId("n1", 0)], share_a_node=False)
     assert verdict.devices.cpu_workers == 2

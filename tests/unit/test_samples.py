@@ -25,7 +25,9 @@ def test_a_disk_may_be_full_only_when_it_is_written_through(
 def test_what_a_job_script_has_asked_for(tmp_path: Path) -> None:
     assert samples.read_asked(tmp_path) is None
     (tmp_path / samples.ASKED).write_text("8 2 61440 1\n")
-    asked = samples.Asked(cpus_per_task=8, tasks_per_node=2, mb_per_node=61440, exclusive_helps=True)
+    asked = samples.RequestedResources(
+        cpus_per_task=8, tasks_per_node=2, mb_per_node=61440, exclusive_helps=True
+    )
     assert samples.read_asked(tmp_path) == asked
     (tmp_path / samples.ASKED).write_text("")
     assert samples.read_asked(tmp_path) is None

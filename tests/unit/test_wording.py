@@ -22,7 +22,7 @@ from trainkit.monitor.findings.throttled_gpus import ThrottledGpus, ThrottlingCa
 from trainkit.monitor.findings.unused_gpus import UnusedGpus
 from trainkit.monitor.findings.waiting_for_batches import WaitingForBatches
 from trainkit.monitor.findings.words import name_locations
-from trainkit.monitor.requests import CORES, MEMORY, Request
+from trainkit.monitor.resource_use import CORES, MEMORY, ResourceUse
 from trainkit.monitor.sample_tables import GpuId, RankId
 from trainkit.monitor.verdict import Devices, LastRanks, NothingSeen, StartedByScripts, TooShort, Verdict
 
@@ -213,8 +213,8 @@ def test_the_lines_of_a_log() -> None:
         notes=["n1: the name", "n1: memory"],
         is_gpu_power_unknown=True,
         too_much=[
-            Request(MEMORY, "G", asked=60, used=7.7, is_peak_known=True, resume=3.7),
-            Request(CORES, "", asked=8, used=2.98, is_peak_known=True),
+            ResourceUse(MEMORY, "G", asked=60, used=7.7, is_peak_known=True, resume=3.7),
+            ResourceUse(CORES, "", asked=8, used=2.98, is_peak_known=True),
         ],
     )
     *findings, unseen, next_request, last = wording.verdict_lines(verdict, "job 12")

@@ -11,7 +11,7 @@ from trainkit.errors import UserError, entrypoint, print_line, print_table
 from trainkit.jobs import job_log, listing
 from trainkit.jobs.site import Site, read_site
 from trainkit.monitor import samples
-from trainkit.monitor.requests import CORES, MEMORY, requests_of
+from trainkit.monitor.resource_use import CORES, MEMORY, measure_resource_use
 from trainkit.monitor.sampled_job import SampledJob
 
 TITLES = ("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "enough")
@@ -76,10 +76,10 @@ def _row(job: Path) -> tuple[str, ...]:
     cells = {}
     # There may be no samples, or some that cannot be read.
     with suppress(UserError, OSError):
-        for request in requests_of(SampledJob.read(job / samples.FOLDER)):
-            unit = request.unit
-            enough = "-" if request.enough is None else f"{request.enough}{unit}"
-            cells[request.option] = (f"{request.asked:g}{unit}", f"{request.used:.1f}{unit}", enough)
+        for resource in measure_resource_use(SampledJob.read(job / samples.FOLDER)):
+            unit = resource.unit
+            enough = "-" if resource.enough is None else f"{resource.enough}{unit}"
+            cells[resource.option] = (f"{resource.asked:g}{unit}", f"{resource.used:.1f}{unit}", enough)
     if not cells:
         return ()
     row = [job.name]

@@ -148,7 +148,7 @@ class Plan:
     exports: dict[str, str]
     assigns: dict[str, str]
     header: list[str]
-    asked: samples.Asked
+    asked: samples.RequestedResources
 
 
 def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) -> Plan:
@@ -217,7 +217,7 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
             code_line(job.version, job.repository),
             f"meet at {address}:{port}; checkpoints and notes in {job.folder}",
         ],
-        asked=samples.Asked(
+        asked=samples.RequestedResources(
             cpus_per_task=cpus_per_task,
             tasks_per_node=_counts(tasks_per_node)[0],
             mb_per_node=_number(variables, "SLURM_MEM_PER_NODE"),

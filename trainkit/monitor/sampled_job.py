@@ -1,6 +1,6 @@
 """A sampled job: what its samples and the records of its trainings show together.
 
-The findings of the verdict (findings) and the requests (requests.py) ask it.
+The findings of the verdict (findings) and the use of resources (resource_use.py) ask it.
 """
 
 import math
@@ -73,7 +73,7 @@ class SampledJob:
     epochs: pd.DataFrame
     rank_shares: pd.DataFrame
     notes: list[str]
-    asked: samples.Asked | None
+    asked: samples.RequestedResources | None
     is_plain: bool
     ended_well: bool
 

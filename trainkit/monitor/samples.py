@@ -102,7 +102,7 @@ NUMBER_COLUMNS = tuple(name for name in COLUMNS if name not in TEXT_COLUMNS)
 Row = dict[str, object]
 
 
-class Asked(NamedTuple):
+class RequestedResources(NamedTuple):
     """What a job script has asked Slurm for; 0: not asked for."""
 
     cpus_per_task: float
@@ -111,7 +111,7 @@ class Asked(NamedTuple):
     exclusive_helps: bool  # whether --exclusive would keep the programs of other jobs off its cores
 
 
-def prepare(folder: Path, asked: Asked | None) -> None:
+def prepare(folder: Path, asked: RequestedResources | None) -> None:
     """Remove what an earlier start has left, and make the folder, unless this start is not sampled (None).
 
     Raises:
@@ -192,11 +192,16 @@ def _read_node(path: Path, every: int) -> Iterator[Row]:
             yield row | numbers | {"node": path.stem}
 
 
-def read_asked(folder: Path) -> Asked | None:
+def read_asked(folder: Path) -> RequestedResources | None:
     """Return what the job script has asked Slurm for; None if no job script says it."""
     try:
         cpus_per_task, tasks_per_node, mb_per_node, exclusive_helps = job_folder.read(folder / ASKED).split()
-        return Asked(float(cpus_per_task), float(tasks_per_node), float(mb_per_node), exclusive_helps == "1")
+        return RequestedResources(
+            cpus_per_task=float(cpus_per_task),
+            tasks_per_node=float(tasks_per_node),
+            mb_per_node=float(mb_per_node),
+            exclusive_helps=exclusive_helps == "1",
+        )
     except ValueError:
         return None
 

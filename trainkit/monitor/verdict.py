@@ -13,7 +13,7 @@ from pathlib import Path
 from trainkit.monitor.findings import FINDINGS
 from trainkit.monitor.findings.finding import Finding, Grade
 from trainkit.monitor.findings.ranks_never_met import RanksNeverMet
-from trainkit.monitor.requests import CORES, Request, requests_of
+from trainkit.monitor.resource_use import CORES, ResourceUse, measure_resource_use
 from trainkit.monitor.sample_tables import RankId
 from trainkit.monitor.sampled_job import IDLE_PROCESS_CORES, LEAST_SAMPLES, SampledJob
 
@@ -75,7 +75,7 @@ class Verdict:
         records: the CSVs of its trainings.
         notes: what the monitor could not see, in its sentences.
         is_gpu_power_unknown: without it gaps between kernels do not show.
-        too_much: the requests of which less would have been enough.
+        too_much: the resources of which less would have been enough.
         last_ranks: those of the last samples.
         is_plain: whether the script of the job does not use the kit, and has none of its options.
     """
@@ -88,7 +88,7 @@ class Verdict:
     records: list[Path]
     notes: list[str]
     is_gpu_power_unknown: bool
-    too_much: list[Request]
+    too_much: list[ResourceUse]
     last_ranks: LastRanks
     is_plain: bool
 
@@ -153,15 +153,15 @@ def _not_judged(job: SampledJob) -> NothingSeen | TooShort | StartedByScripts | 
     )
 
 
-def _too_much(job: SampledJob, findings: list[Finding]) -> list[Request]:
-    """Return the requests of which less would have been enough, without those that a remedy needs."""
-    requests = [request for request in requests_of(job) if request.is_too_much]
+def _too_much(job: SampledJob, findings: list[Finding]) -> list[ResourceUse]:
+    """Return the resources of which less would have been enough, without those that a remedy needs."""
+    resources = [resource for resource in measure_resource_use(job) if resource.is_too_much]
     # Nobody knows whether processes that a script has started itself wait for cores.
     have_started_processes = any(job.started_processes(rank) for rank in job.sampled.ranks)
     need_cores = any(finding.remedy_takes_cores for finding in findings)
     if need_cores or have_started_processes:
-        requests = [request for request in requests if request.option != CORES]
-    return requests
+        resources = [resource for resource in resources if resource.option != CORES]
+    return resources
 
 
 def _devices(job: SampledJob) -> Devices:

@@ -3,7 +3,7 @@
 import math
 
 from trainkit.monitor.findings.words import count, name_locations
-from trainkit.monitor.requests import Request
+from trainkit.monitor.resource_use import ResourceUse
 from trainkit.monitor.sampled_job import LEAST_SAMPLES
 from trainkit.monitor.verdict import Devices, NothingSeen, StartedByScripts, TooShort, Verdict
 
@@ -62,18 +62,18 @@ def all_notes(verdict: Verdict) -> list[str]:
     return verdict.notes
 
 
-def next_request_sentence(too_much: list[Request]) -> str:
+def next_request_sentence(too_much: list[ResourceUse]) -> str:
     """Return a sentence on the sbatch options that would have been enough; "" for none."""
     if not too_much:
         return ""
     options = []
     used = []
     resumes = []
-    for request in too_much:
-        options.append(f"{request.option}={request.enough}{request.unit}")
-        used.append(f"{request.used:.1f} of {request.option}={request.asked:g}{request.unit}")
-        if request.resume >= LEAST_RESUME:
-            resumes.append(f"; a resume may take {request.resume:.1f} more")
+    for resource in too_much:
+        options.append(f"{resource.option}={resource.enough}{resource.unit}")
+        used.append(f"{resource.used:.1f} of {resource.option}={resource.asked:g}{resource.unit}")
+        if resource.resume >= LEAST_RESUME:
+            resumes.append(f"; a resume may take {resource.resume:.1f} more")
     return (
         f"next time {' '.join(options)} would be enough: at its peak, the job used {' and '.join(used)}"
         f"{''.join(resumes)}."

@@ -19,7 +19,7 @@ from traces import (
 )
 
 from trainkit.monitor import samples
-from trainkit.monitor.requests import CORES, MEMORY, requests_of
+from trainkit.monitor.resource_use import CORES, MEMORY, measure_resource_use
 from trainkit.monitor.sampled_job import SampledJob
 from trainkit.monitor.verdict import judge
 
@@ -51,10 +51,10 @@ def test_the_next_request_is_the_peak_and_a_margin(
     """Only what saves something, of a job script that asked for it."""
     folder = make_job([gpu] * 2, host_memory_share=0.13, facts=FROM_LOADERS)
     has_asked(folder, asked)
-    requests = judge(folder).too_much
-    assert {request.option: request.enough for request in requests} == enough
+    resources = judge(folder).too_much
+    assert {resource.option: resource.enough for resource in resources} == enough
     used = {MEMORY: 7.7, CORES: 2.98}
-    assert all(request.used == pytest.approx(used[request.option], abs=0.05) for request in requests)
+    assert all(resource.used == pytest.approx(used[resource.option], abs=0.05) for resource in resources)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_the_cores_of_a_task_are_those_of_all_its_processes(
     has_asked(folder, "8 2 0 1")
     change(folder, with_cells(of_a_rank, samples.RANK))
     change(folder, with_cells({"cores": of_the_node}, samples.NODE))
-    (request,) = requests_of(SampledJob.read(folder))
-    assert request.option == CORES and request.used == pytest.approx(used)
+    (resource,) = measure_resource_use(SampledJob.read(folder))
+    assert resource.option == CORES and resource.used == pytest.approx(used)
 
 
 def test_the_highest_moment_counts(make_job: MakeJob) -> None:
@@ -94,8 +94,8 @@ def test_the_highest_moment_counts(make_job: MakeJob) -> None:
         return row | peaks[kind]
 
     change(folder, only_once)
-    requests = requests_of(SampledJob.read(folder))
-    assert {request.option: request.used for request in requests} == pytest.approx(
+    resources = measure_resource_use(SampledJob.read(folder))
+    assert {resource.option: resource.used for resource in resources} == pytest.approx(
         {MEMORY: 20000e6 / 2**30, CORES: 7}
     )
 
@@ -118,8 +118,8 @@ def test_a_resume_and_shared_files_need_memory(make_job: MakeJob) -> None:
     folder = make_job([LOADING] * 2, host_memory_share=0.13)
     has_asked(folder, "4 2 61440 1")
     change(folder, with_cells({"checkpoint_mb": "2000"}, samples.NODE))
-    (request,) = judge(folder).too_much
-    assert request.enough == 14 and request.resume == pytest.approx(3.7, abs=0.05)
+    (resource,) = judge(folder).too_much
+    assert resource.enough == 14 and resource.resume == pytest.approx(3.7, abs=0.05)
     change(folder, with_cells({"checkpoint_mb": "", "shared_files_mb": "3000"}, samples.NODE))
-    (request,) = judge(folder).too_much
-    assert request.enough == 13 and request.used == pytest.approx(10.5, abs=0.05)
+    (resource,) = judge(folder).too_much
+    assert resource.enough == 13 and resource.used == pytest.approx(10.5, abs=0.05)

@@ -18,14 +18,14 @@ CORES = "--cpus-per-task"
 
 
 @dataclass(frozen=True)
-class Request:
+class ResourceUse:
     """What Slurm was asked for by an option of sbatch, and what the job used of it.
 
     Attributes:
-        option: of sbatch.
-        unit: of the other values, as sbatch writes it.
+        option: the option of sbatch.
+        unit: the unit of the other values, as sbatch writes it.
         asked: what the job asked for.
-        used: the most at once.
+        used: the most that it used at once.
         is_peak_known: whether the job has ended well: what is enough for one that was killed, or still runs,
             nobody knows.
         resume: what a resume may take in addition.
@@ -51,12 +51,12 @@ class Request:
         return self.enough is not None and self.enough < self.asked
 
 
-def requests_of(job: SampledJob) -> list[Request]:
-    """List the memory of a node and the cores of a task; none where a job script did not ask for them."""
+def measure_resource_use(job: SampledJob) -> list[ResourceUse]:
+    """List a node's memory and a task's cores; without those that the job script did not ask for."""
     if job.asked is None:
         return []
-    requests = [
-        Request(
+    resources = [
+        ResourceUse(
             option=MEMORY,
             unit="G",
             asked=round(job.asked.mb_per_node / MIB_PER_GIB, 2),
@@ -64,7 +64,7 @@ def requests_of(job: SampledJob) -> list[Request]:
             is_peak_known=job.ended_well,
             resume=_checkpoint_gib(job),
         ),
-        Request(
+        ResourceUse(
             option=CORES,
             unit="",
             asked=job.asked.cpus_per_task,
@@ -72,7 +72,7 @@ def requests_of(job: SampledJob) -> list[Request]:
             is_peak_known=job.ended_well,
         ),
     ]
-    return [request for request in requests if request.asked > 0 and request.used >= 0]
+    return [resource for resource in resources if resource.asked > 0 and resource.used >= 0]
 
 
 def _memory_gib(job: SampledJob) -> float:
