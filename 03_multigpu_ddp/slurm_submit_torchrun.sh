@@ -24,15 +24,13 @@ choose_training mnist_ddp.py "$@"
 [[ ${SLURM_TASKS_PER_NODE:-1} =~ ^1(\(x[0-9]+\))?$ ]] ||
     fail "torchrun starts the ranks of a node, so there is one task on each: leave out --ntasks-per-node."
 
-# The CPU cores of the one task are shared by the ranks that torchrun starts. On most clusters Slurm signals
-# only what srun has started: our torchrun (trainkit/distributed/torchrun.py) hands USR2 and SIGTERM on to the ranks.
+# trainkit/distributed/torchrun.py runs torchrun with a rank for each GPU of its node; they share the CPU cores of the
+# one task. On most clusters Slurm signals only what srun has started, and it hands USR2 and SIGTERM on to the ranks.
 # shellcheck disable=SC2034 # for the end of the job: torchrun says which of its ranks died, and srun does not
 launcher=torchrun
-ranks=${SLURM_GPUS_ON_NODE:-1}
-export OMP_NUM_THREADS=$((OMP_NUM_THREADS > ranks ? OMP_NUM_THREADS / ranks : 1))
 
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
     "${SITE_CONTAINER[@]}" python -m trainkit.distributed.torchrun \
-    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
-    --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" \
+    --nnodes="$SLURM_JOB_NUM_NODES" --rdzv-id="$SLURM_JOB_ID" \
+    --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
     "${TRAINING[@]}"

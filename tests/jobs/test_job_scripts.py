@@ -124,6 +124,13 @@ def test_two_nodes_by_every_launcher(checkouts: Callable[[str], Checkout], separ
     assert threads | {row["threads_per_worker"] for row in rows} == {1}
 
 
+def test_a_rank_for_each_gpu_on_nodes_that_differ(on_cluster: Checkout) -> None:
+    """Of three GPUs, one node has two, and the other one. (Seen: four ranks.)"""
+    gpus = ("--nodes=2", "--gpus-per-node=0", "--gpus=3")
+    (*_, row) = on_cluster.train("torchrun", *SMALL, "--batch-size", 99, sbatch=gpus)
+    assert (row["world_size"], row["devices"], row["nodes"]) == (3, 3, 2)
+
+
 HANGS = "SITE_CONTAINER=(bash -c '((SLURM_PROCID)) && sleep 300; exec \"$@\"' bash)\n"
 APART = {
     "no such interface": (

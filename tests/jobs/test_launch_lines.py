@@ -48,7 +48,7 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
     after_python = " ".join(arguments[len(to_srun) :])
     if launcher == "torchrun":
         assert f"--rdzv-endpoint={address}:{port}" in after_python
-        assert "--nnodes=2 --nproc-per-node=2" in after_python
+        assert "--nnodes=2 " in after_python
 
 
 @pytest.mark.parametrize(

@@ -130,12 +130,14 @@ def test_our_torchrun_ends_while_it_waits_for_another_machine(tmp_path: Path) ->
 def test_the_torchruns_of_a_job_meet_whatever_slurm_calls_its_nodes(tmp_path: Path) -> None:
     """A node's name has no address, and comes before that of the first, by which torchrun numbers them.
 
+    The first node has two GPUs, the other one, and each has as many ranks, which share four threads.
     Then a rank of the first node fails; the other node does not fill the log with frames of C++.
     """
     script = tmp_path / "met.py"
     script.write_text("""
 import os, sys, time
-print(*(os.environ.get(name) for name in ("GROUP_RANK", "MASTER_ADDR", "TORCH_CPP_LOG_LEVEL")), flush=True)
+names = ("GROUP_RANK", "MASTER_ADDR", "TORCH_CPP_LOG_LEVEL", "WORLD_SIZE", "OMP_NUM_THREADS")
+print(*(os.environ.get(name) for name in names), flush=True)
 time.sleep(10 * int(os.environ["SLURM_NODEID"]))
 sys.exit(3)
 """)
@@ -143,10 +145,19 @@ sys.exit(3)
     command = [sys.executable, "-m", "trainkit.distributed.torchrun", "--nnodes=2", *endpoint, script]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     nodes = []
-    for number in range(2):
+    for number, gpus in enumerate((2, 1)):
         of_job = {"MASTER_ADDR": "localhost", "SLURM_NODEID": str(number), "SLURMD_NODENAME": f"a{number}"}
+        of_job |= {"SLURM_GPUS_ON_NODE": str(gpus), "OMP_NUM_THREADS": "4"}
         nodes.append(subprocess.Popen(command, env=ENVIRONMENT | of_job, **pipes))
-    for number, node in enumerate(nodes):
+    for number, (node, ranks) in enumerate(zip(nodes, (2, 1), strict=True)):
         output, complaint = node.communicate(timeout=300)
-        assert output == f"{number} localhost None\n", complaint
+        assert output == f"{number} localhost None 3 {4 // ranks}\n" * ranks, complaint
         assert "frame #0" not in complaint
+
+
+def test_a_torchrun_that_a_container_tells_nothing_starts_no_rank(tmp_path: Path) -> None:
+    """It would start one on each node, whatever GPUs the job has."""
+    launcher = [sys.executable, "-m", "trainkit.distributed.torchrun", tmp_path / "none.py"]
+    done = ran(*launcher, env=ENVIRONMENT | {"TRAINKIT_STARTED_BY": "srun"})
+    assert done.returncode == 1
+    assert "error: " in done.stderr and "SITE_CONTAINER" in done.stderr

@@ -95,7 +95,7 @@ def test_a_job_of_one_node(release: str) -> None:
     assert plan.header == [
         "job     7 mnist-ddp, restart 0, 2026-11-26T18:00:00+0000",
         "nodes   n[1-2], tasks per node 2(x2), CPUs per task 2",
-        "GPUs    2 per node: 2 NVIDIA A100",
+        "GPUs    2 on n1: 2 NVIDIA A100",
         "code    1a2b3c in /home/me/kit",
         "meet at n1:10007; checkpoints and notes in /jobs/7",
     ]

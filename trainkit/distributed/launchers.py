@@ -495,12 +495,8 @@ def read() -> DistEnv:
     Raises:
         ValueError: if the variables contradict each other; its text says what to do.
     """
+    check_variables_of_srun()
     launcher = launcher_of(os.environ)
-    if isinstance(launcher, SingleProcess) and os.environ.get(STARTED_BY) == "srun":
-        raise ValueError(
-            "srun has started this process, but the container does not pass on the variables of Slurm, such "
-            "as SLURM_PROCID: correct SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh."
-        )
     dist_env = DistEnv(
         world_size=launcher.world_size(),
         rank=launcher.rank(),
@@ -520,6 +516,15 @@ def read() -> DistEnv:
         os.environ["MASTER_ADDR"] = address.host
         os.environ["MASTER_PORT"] = address.port
     return dist_env
+
+
+def check_variables_of_srun() -> None:
+    """Raise a ValueError if srun has started this process, and a container hides Slurm's variables."""
+    if isinstance(launcher_of(os.environ), SingleProcess) and os.environ.get(STARTED_BY) == "srun":
+        raise ValueError(
+            "srun has started this process, but the container does not pass on the variables of Slurm, such "
+            "as SLURM_PROCID: correct SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh."
+        )
 
 
 def local_world_size_of_step(environ: Mapping[str, str], world_size: int, num_nodes: int) -> int:

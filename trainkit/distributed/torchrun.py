@@ -1,4 +1,7 @@
-"""Run torchrun, with the same options, and forward USR2 and SIGTERM to its ranks.
+"""Run torchrun, with a rank for each GPU of a job's node, and forward USR2 and SIGTERM to its ranks.
+
+Without --nproc-per-node, the number of ranks is that of the GPUs that Slurm gives this node. All other
+options are torchrun's.
 
 If Slurm keeps a job's processes in cgroups, it signals those that srun started: torchrun, and not the ranks,
 which have to save and stop. torchrun itself dies on USR2, and kills its ranks on SIGTERM. In the ranks these
@@ -39,7 +42,11 @@ def main() -> None:
     # Blocked, so that the thread gets them. The ranks inherit that until they handle them (signals.py).
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_forward_signals, daemon=True).start()
-    sys.argv[1:1] = _options_of_the_job(sys.argv)
+    try:
+        launchers.check_variables_of_srun()  # without them, each node would have one rank
+    except ValueError as error:
+        _fail(str(error))
+    sys.argv[1:1] = [*_options_of_the_job(sys.argv), *_a_rank_per_gpu(sys.argv)]
     # When the torchrun of another node has ended, after a rank of its own, this one would print a page of C++
     # frames every 5 seconds. Importing PyTorch reads the variable, which is not for the ranks.
     ranks_variables = dict(os.environ)
@@ -107,6 +114,21 @@ def _options_of_the_job(arguments: Sequence[str]) -> list[str]:
     if node_number == "0":
         return ["--rdzv-conf=is_host=1", f"--local-addr={master}"]
     return ["--rdzv-conf=is_host=0", f"--local-addr={master} node {int(node_number):06} {launchers.node()}"]
+
+
+def _a_rank_per_gpu(arguments: Sequence[str]) -> list[str]:
+    """Return the option by which torchrun starts a rank for each GPU that Slurm gives this node.
+
+    Nodes may differ, as two of a job with --gpus=3. The ranks share the threads of their one task.
+    """
+    given = any(re.match("--nproc[-_]per[-_]node", argument) for argument in arguments)
+    gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if given or not gpus.isdecimal() or int(gpus) == 0:
+        return []
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal():
+        os.environ["OMP_NUM_THREADS"] = str(max(int(threads) // int(gpus), 1))
+    return [f"--nproc-per-node={gpus}"]
 
 
 def _forward_signals() -> None:

@@ -213,7 +213,8 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
             f"job     {numbers} {name}, restart {job.restarts}, {now:%FT%T%z}",
             f"nodes   {variables['SLURM_JOB_NODELIST']}, tasks per node {tasks_per_node}, "
             f"CPUs per task {cpus_per_task}",
-            f"GPUs    {gpus_on_node} per node: {_count_by_name(job.gpu_names)}",
+            # Other nodes may have fewer (seen: --gpus=3, and three tasks with --gpus-per-task=1).
+            f"GPUs    {gpus_on_node} on {job.first_node}: {_count_by_name(job.gpu_names)}",
             code_line(job.version, job.repository),
             f"meet at {address}:{port}; checkpoints and notes in {job.folder}",
         ],
