@@ -276,6 +276,37 @@ def test_a_rank_that_lost_another_was_not_the_first(tmp_path: Path) -> None:
     assert others == [f"then    rank {rank} on n1 ended with exit code 1" for rank in (0, 1)]
 
 
+GLOO = "error on rank {}: lost the other ranks ([/pytorch/third_party/gloo/gloo/transport/tcp/{}"
+WAITED = "unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation to complete)."
+CLOSED = "pair.cc:561] Connection closed by peer [10.0.0.1]:9949."
+# How srun and torchrun end the one that hung, or tell of it.
+HUNG = {
+    "srun": "srun: error: n1: tasks 0,2: Exited with exit code 1\nsrun: error: n2: task 1: {}",
+    "torchrun": "  host      : n2\n  rank      : 1 (local_rank: 0)\n  exitcode  : {} (pid: 7)",
+}
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("fate", ["stopped for a while", "killed"])
+def test_gloo_gave_up_and_names_who_hung(launcher: str, fate: str, tmp_path: Path) -> None:
+    """The ranks that have timed out were waiting; as recorded of four ranks, one of which hung."""
+    for rank in (0, 2):
+        (tmp_path / f"rank-{rank}.lost").write_text(GLOO.format(rank, WAITED))
+    if fate == "killed":
+        (tmp_path / "rank-1.started").write_text("n2")
+        how = {"srun": "Killed", "torchrun": "-9"}[launcher]
+    else:
+        (tmp_path / "rank-1.lost").write_text(GLOO.format(1, CLOSED))
+        how = {"srun": "Exited with exit code 1", "torchrun": "1"}[launcher]
+    logs = {0: HUNG[launcher].format(how).splitlines()}
+    first, *_ = why.Evidence(tmp_path, logs, launcher).reasons()
+    assert "rank 0,2 waited for rank 1 on n2" in first.text
+    (tmp_path / "rank-1.started").unlink(missing_ok=True)
+    (tmp_path / "rank-1.lost").write_text(GLOO.format(1, WAITED))  # all have waited: nobody is named
+    (found,) = why.Evidence(tmp_path, {}, launcher).reasons()
+    assert not re.search(WHO, found.text)
+
+
 @pytest.mark.parametrize(
     ("error", "ranks", "remedy"),
     [

@@ -21,6 +21,9 @@ EXITED = re.compile(r"(?:Exited with exit code )?(\d+)")  # in the words of eith
 ROOT_CAUSE = re.compile(r"^Root Cause.*?(?:^===|\Z)", re.MULTILINE | re.DOTALL)
 # NCCL aborts the ranks that have waited for --timeout. The one they waited for prints nothing.
 TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeout")
+# With gloo, a rank that has waited for --timeout notes that. The one that it waited for is killed, or finds
+# when it goes on that the others have left (seen: Connection closed by peer).
+TIMED_OUT = re.compile(r"Timed out waiting \d+ms|timeout caused pair closure")
 LEFT = re.compile(r"srun: error: First task exited (\d+)s ago")  # by --wait of the job scripts
 ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
 NODE_FAILED = "srun: error: Node failure on "
@@ -77,6 +80,8 @@ class Evidence:
         self._left = next((found for found in left if found), None)
         silent = job_folder.notes(folder, "started")
         self._nodes = {rank: job_folder.read(note) for rank, note in silent.items()}
+        lost = job_folder.notes(folder, "lost")
+        self._timed_out = [rank for rank, note in lost.items() if TIMED_OUT.search(job_folder.read(note))]
         self._waited = sorted({int(rank) for line in self._lines for rank in TIMEOUT.findall(line)})
 
     @property
@@ -95,7 +100,7 @@ class Evidence:
             never_started = self._never_started()
             if never_started:
                 return [never_started]
-        reasons = (self._noted_by_a_rank(), *self._deaths(), self._gave_up())
+        reasons = (self._noted_by_a_rank(), self._timed_out_on_gloo(), *self._deaths(), self._gave_up())
         found = list(dict.fromkeys(reason for reason in reasons if reason))
         if not found:
             found = list(dict.fromkeys(self._exited_torchruns()))
@@ -147,16 +152,21 @@ class Evidence:
             lines = [line for line in job_folder.read(failed[rank]).splitlines() if line]
             if lines:
                 # It may not have come to its exit: PyTorch's threads abort some, and srun ends others.
-                exited = EXITED.fullmatch(self._ends().get(rank, ""))
+                exited = EXITED.fullmatch(self._how_ended(rank))
                 return Reason(lines[0], rank, int(exited[1]) if exited else 1)
         return None
 
-    def _ends(self) -> dict[int, str]:
-        """Return how the ranks ended: srun's word, or torchrun's exit code."""
+    def _ends(self) -> dict[int, tuple[str, str]]:
+        """Return the nodes of the ranks that ended, and how: srun's word, or torchrun's exit code."""
         printed = "\n".join(self._lines)
         if self._launcher == "torchrun":
-            return {int(rank): how for _, _, rank, how in OF_TORCHRUN.findall(printed)}
-        return {task: how for _, tasks, how in OF_SRUN.findall(printed) for task in parse_ranges(tasks)}
+            return {int(rank): (node, how) for _, node, rank, how in OF_TORCHRUN.findall(printed)}
+        ended = OF_SRUN.findall(printed)
+        return {task: (node, how) for node, tasks, how in ended for task in parse_ranges(tasks)}
+
+    def _how_ended(self, rank: int) -> str:
+        """Return srun's word, or torchrun's exit code; "" if they tell nothing of the rank."""
+        return self._ends().get(rank, ("", ""))[1]
 
     def _deaths(self) -> Iterator[Reason | None]:
         """Yield the deaths that no rank could report itself, in order.
@@ -220,12 +230,19 @@ class Evidence:
     def _gave_up(self) -> Reason | None:
         if not self._waited:
             return None
-        missing = self._names(rank for rank in self._nodes if rank not in self._waited)
-        missing = f"{missing}, which hung or was lost" if missing else "each other"
-        waited = ",".join(map(str, self._waited))
-        first = self._waited[0]
-        reason = f"NCCL gave up after --timeout: rank {waited} waited for {missing}"
-        return Reason(reason, first, _exit_code(self._ends().get(first, "")))
+        return self._waiting("NCCL", self._waited, [rank for rank in self._nodes if rank not in self._waited])
+
+    def _timed_out_on_gloo(self) -> Reason | None:
+        """Return which ranks have waited, and for whom; None if all have, as on a network that failed."""
+        ranks = job_folder.notes(self._folder, "started", "lost")
+        missing = [rank for rank in ranks if rank not in self._timed_out]
+        return self._waiting("gloo", self._timed_out, missing) if self._timed_out and missing else None
+
+    def _waiting(self, library: str, waited: Sequence[int], missing: Sequence[int]) -> Reason:
+        names = self._names(missing)
+        awaited = f"{names}, which hung or was lost" if names else "each other"
+        reason = f"{library} gave up after --timeout: rank {','.join(map(str, waited))} waited for {awaited}"
+        return Reason(reason, waited[0], _exit_code(self._how_ended(waited[0])))
 
     def _with_its_output(self, reason: Reason) -> Reason:
         """Add the error that was printed, if no note has it, and name the rank's log if it has its own."""
@@ -243,7 +260,8 @@ class Evidence:
 
     def _names(self, ranks: Iterable[int]) -> str:
         if self._launcher:
-            return ", ".join(f"rank {rank} on {self._nodes[rank]}" for rank in ranks)
+            nodes = {rank: node for rank, (node, _) in self._ends().items()} | self._nodes
+            return ", ".join(f"rank {rank} on {nodes.get(rank, 'a node')}" for rank in ranks)
         names = ", ".join(map(str, ranks))
         return f"rank {names}" if names else ""
 
