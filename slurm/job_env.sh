@@ -103,39 +103,48 @@ printed() {
 }
 
 # --- what Python decides ----------------------------------------------------------------------------
-# Ask trainkit/jobs/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION OPTIONS... Python's time is limited,
-# because a Python that hangs, for instance in a file system, must not hold a node. If only the site's container has
-# Python, it is asked there, in a step, with a limit of its own. Slurm starts no step in a job that is being requeued.
+# Ask trainkit/jobs/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION NAME=VALUE... What it has to know is its
+# input, as `ps` would show a command line to everybody. Python's time is limited, because a Python that hangs, for
+# instance in a file system, must not hold a node. If only the site's container has Python, it is asked there, in a
+# step, with a limit of its own. Slurm starts no step in a job that is being requeued.
 in_job() {
     local seconds=$1 seconds_in_container=$2
-    local ask=(env PYTHONSAFEPATH=1 python -m trainkit.jobs.in_job "$3" "--folder=$TRAINKIT_JOB_DIR"
-        "--facts=$facts" "${@:4}")
-    timeout --signal=KILL "$seconds" "${ask[@]}" < <(printed) && return
+    local ask=(env PYTHONSAFEPATH=1 python -m trainkit.jobs.in_job "$3")
+    shift 3
+    timeout --signal=KILL "$seconds" "${ask[@]}" < <(in_job_input "$@") && return
     [[ -z $requeued ]] || return 1
     (
         unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
         timeout --signal=KILL "$seconds_in_container" srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 \
-            "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" "${ask[@]}" < <(printed)
+            "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" "${ask[@]}" < <(in_job_input "$@")
     )
+}
+
+# Print NAME=VALUE..., each with a NUL after it, one more NUL, and the end of the logs.
+in_job_input() {
+    printf '%s\0' "folder=$TRAINKIT_JOB_DIR" "facts=$facts" "plain=$plain" "repository=$REPOSITORY" \
+        "log=$own_log" "$@" ""
+    printed
 }
 
 # Carry out Python's answer, which sets and unsets variables, and prints the first lines of the log. What only the
 # node knows is asked here, because a container may have no scontrol, git or nvidia-smi.
 begin() { # with the arguments of the job script
-    local first_node node gpus version answer complaints complaint
+    local first_node node gpus version name variables=() answer complaints complaint
     first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || first_node=""
     node=$(scontrol --oneliner show node "$first_node" 2>/dev/null) || node=""
     # If the driver hangs, nothing can end nvidia-smi, so this does not wait for its end.
     IFS= read -r -d '' -t 20 gpus < <(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || true
     version=$(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null) || version=""
+    for name in "${!SLURM_@}" "${!SRUN_@}" MASTER_{ADDR,PORT} OMP_NUM_THREADS SITE_{NETWORK_INTERFACE,PORTS}; do
+        [[ ! ${!name+set} ]] || variables+=("variable=$name=${!name}")
+    done
     complaints=$(mktemp 2>/dev/null) || complaints=/dev/null
     answer=$(
-        in_job 60 300 begin ${plain:+--plain} ${array_of_runs:+--array-of-runs} "--monitor=$SITE_MONITOR" \
-            "--repository=$REPOSITORY" "--version=$version" "--gpus=$gpus" "--first-node=$first_node" "--node=$node" \
-            "--addresses=$(hostname -I 2>/dev/null)" "--signal=$(grep -s '^#SBATCH --signal=' "$0")" \
-            "--exported=$(compgen -e)" \
-            "--variables=$(declare -p "${!SLURM_@}" "${!SRUN_@}" MASTER_ADDR MASTER_PORT OMP_NUM_THREADS \
-                SITE_NETWORK_INTERFACE SITE_PORTS 2>/dev/null)" -- "$@" 2>"$complaints"
+        in_job 60 300 begin "array_of_runs=${array_of_runs:-}" "monitor=$SITE_MONITOR" "version=$version" \
+            "gpus=$gpus" "first_node=$first_node" "node=$node" "addresses=$(hostname -I 2>/dev/null)" \
+            "signal=$(grep -s '^#SBATCH --signal=' "$0")" "exported=$(compgen -e)" "${variables[@]}" \
+            "${@/#/word=}" 2>"$complaints"
     ) || true
     complaint=$(grep --invert-match --extended-regexp '^(srun|slurmstepd|$)' "$complaints" | tail --lines=1) || true
     [[ $complaints == /dev/null ]] || rm "$complaints"
@@ -222,8 +231,8 @@ tell_script() {
     folder=${code_folder:-$(dirname "$(readlink -f -- "$1")")} # `begin` sets it for a plain script
     top_folder=$(timeout 20 git -C "$folder" rev-parse --show-toplevel 2>/dev/null) || top_folder=""
     version=$(timeout 20 git -C "$folder" describe --always --dirty 2>/dev/null) || version=""
-    answer=$(in_job 20 60 script ${plain:+--plain} "--run-name=${name_in_sweep:-}" "--version=$version" \
-        "--top-folder=$top_folder" "--repository=$REPOSITORY" "--log=$own_log" -- "$@" 2>/dev/null) || answer=""
+    answer=$(in_job 20 60 script "run_name=${name_in_sweep:-}" "version=$version" "top_folder=$top_folder" \
+        "${@/#/word=}" 2>/dev/null) || answer=""
     [[ $answer != *"# in_job script"* ]] || # container programs may print lines before it
         echo "${answer#*"# in_job script"$'\n'}"
     echo
@@ -256,10 +265,9 @@ requeue() {
 }
 
 in_job_end() {
-    in_job 10 20 "$@" "--log=$own_log" "--launcher=$launcher" "--code=$code" "--seconds=$SECONDS" \
-        "--restart=${SLURM_RESTART_COUNT:-0}" "--most-restarts=$SITE_MOST_RESTARTS" "--failure=$failure" \
-        ${begun:+--begun} ${ended_from_outside:+--from-outside} \
-        ${resumes_unsaved:+--resumes-unsaved} 2>/dev/null
+    in_job 10 20 "$@" "launcher=$launcher" "code=$code" "seconds=$SECONDS" "failure=$failure" "begun=$begun" \
+        "restart=${SLURM_RESTART_COUNT:-0}" "most_restarts=$SITE_MOST_RESTARTS" \
+        "from_outside=$ended_from_outside" "resumes_unsaved=$resumes_unsaved" 2>/dev/null
 }
 
 finish() {
@@ -279,7 +287,7 @@ finish() {
     fi
     if [[ $stopped ]] || { [[ $resumes_unsaved ]] && ((code)); } && may_go_back; then
         requeue
-        tried=("--refusal=${refusal%%$'\n'*}")
+        tried=("refusal=${refusal%%$'\n'*}")
     fi
     stop_monitor "$code"
     answer=$(in_job_end end "${tried[@]}") # the exit code, and what to print

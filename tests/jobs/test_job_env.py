@@ -3,6 +3,7 @@
 Slurm's commands are stand-ins here. With a real Slurm most tests of this folder run it.
 """
 
+import shlex
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -30,11 +31,11 @@ class Job:
         )
         checkout.fake("srun", "echo srun: error: n1: task 0: Killed >&2; exit 137")
 
-    def run(self, **variables: str) -> CompletedProcess:
+    def run(self, *arguments: str, **variables: str) -> CompletedProcess:
         place = self.checkout.folder / "03_multigpu_ddp"
         path = f"{self.checkout.commands}:{Path(sys.executable).parent}:/usr/bin:/bin"
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": str(place)}
-        command = f"bash slurm_submit.sh >>'{self.log}' 2>&1"
+        command = f"bash slurm_submit.sh {shlex.join(arguments)} >>'{self.log}' 2>&1"
         return self.checkout.run("bash", "-c", command, cwd=place, **slurm, **variables, PATH=path)
 
     def leave(self) -> None:
@@ -80,6 +81,22 @@ def test_a_variable_of_the_users_is_not_the_launcher(checkout: Checkout) -> None
     job = Job(checkout, restarts=0)
     assert job.run(ranks="2", launcher="torchrun").returncode == 137
     assert job.outcome.failed_rank == 0, job.log.read_text()
+
+
+def test_python_gets_each_value_as_it_is_and_no_command_line_shows_it(checkout: Checkout) -> None:
+    """Also in the C locale, and a script and arguments that are quoted, empty, or of several lines."""
+    job = Job(checkout, restarts=0)
+    checkout.fake("python", f'echo "$@" >>called; exec \'{sys.executable}\' "$@"')
+    name = 'it\'s "$HOME" `x` \\ é [x] *\ntwo = lines'
+    place = checkout.folder / "03_multigpu_ddp"
+    words = ["a b", "", "--x=é\n'"]
+    assert job.run(*words, SLURM_JOB_NAME=name, LC_ALL="C").returncode == 137
+    log = job.log.read_text()
+    assert f"job     7 {name}, restart 0, " in log
+    script = job_folder.read_script(job.folder)
+    assert script and (script.arguments, script.job_name) == (words, name)
+    called = (place / "called").read_text().splitlines()
+    assert called == [f"-m trainkit.jobs.in_job {question}" for question in ("begin", "script", "end")]
 
 
 FAILURES = {

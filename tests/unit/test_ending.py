@@ -223,6 +223,15 @@ def test_a_node_failed(release: str, tmp_path: Path) -> None:
     assert outcome.exit_code == 1 and "from outside" in outcome.said[0]
 
 
+def ask(question: str, folder: Path, **values: object) -> str:
+    """What in_job answers, asked as by a job script that has begun."""
+    told = {"launcher": "srun", "seconds": 5, "most_restarts": 50, "failure": "", "begun": 1}
+    told |= {"from_outside": "", "resumes_unsaved": "", "folder": folder, "log": folder / "log"} | values
+    entries = "".join(f"{name}={value}\0" for name, value in told.items()) + "\0"
+    command = (sys.executable, "-m", "trainkit.jobs.in_job", question)
+    return succeeded(ran(*command, env=ENVIRONMENT, input=entries)).stdout
+
+
 @pytest.mark.parametrize(
     ("plain", "restart", "situation", "noted"),
     [
@@ -240,10 +249,7 @@ def test_a_start_after_the_end_has_nothing_to_do(
     if plain:
         (tmp_path / job_folder.PLAIN).touch()
     shown = (RECORDED / "24.11" / f"{situation}.txt").read_text()
-    given = {"facts": shown, "folder": tmp_path, "log": tmp_path / "log", "launcher": "srun", "code": 0}
-    given |= {"seconds": 5, "restart": restart, "most-restarts": 50, "failure": ""}
-    options = ["--begun", *(f"--{name}={value}" for name, value in given.items())]
-    succeeded(ran(sys.executable, "-m", "trainkit.jobs.in_job", "end", *options, env=ENVIRONMENT))
+    ask("end", facts=shown, folder=tmp_path, code=0, restart=restart)
     assert (tmp_path / job_folder.ENDED_FOR_GOOD).exists() == noted
 
 
@@ -257,12 +263,9 @@ def test_at_its_time_limit_a_job_comes_back_if_it_has_something_to_resume_from(
     (tmp_path / "model-1.pt").touch()
     words = [word.replace("{}", str(tmp_path)) for word in words]
     job_folder.keep_script(tmp_path, job_folder.Script("train.py", [], when_requeued=words))
-    given = {"folder": tmp_path, "log": tmp_path / "log", "launcher": "srun", "code": 143, "seconds": 5}
-    given |= {"facts": (RECORDED / release / "time_limit.txt").read_text()}
-    given |= {"restart": 0, "most-restarts": 50, "failure": ""}
-    options = ["--begun", "--resumes-unsaved", *(f"--{name}={value}" for name, value in given.items())]
-    done = ran(sys.executable, "-m", "trainkit.jobs.in_job", "back", *options, env=ENVIRONMENT)
-    assert succeeded(done).stdout == f"{back}\n"
+    facts_of_job = (RECORDED / release / "time_limit.txt").read_text()
+    answer = ask("back", facts=facts_of_job, folder=tmp_path, code=143, restart=0, resumes_unsaved=1)
+    assert answer == f"{back}\n"
 
 
 def test_the_job_script_itself_has_failed(release: str, tmp_path: Path) -> None:

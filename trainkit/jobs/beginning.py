@@ -4,7 +4,6 @@ It is asked once site.sh is read and Python is ready (`begin` in slurm/job_env.s
 It needs no packages.
 """
 
-import os
 import re
 import shlex
 from collections import Counter
@@ -40,37 +39,6 @@ RECORDED = {
 }
 # What sbatch may set, and a record does not have.
 NOT_RECORDED = re.compile("SLURM_DIST.*|SLURM_MEM_BIND.*|SLURM_CPU_FREQ.*|SLURM_OVERCOMMIT")
-# In the words of bash (`declare -p`): its attributes, name and value. A value with line breaks, or in the C
-# locale with letters such as é, may be $'...' with escapes (seen: bash 5.2; man bash, QUOTING).
-DECLARED = re.compile(
-    r"""^declare -(\S+) (\w+)=(?:"((?:[^"\\]|\\.)*)"|\$'((?:[^'\\]|\\.)*)')$""", re.MULTILINE | re.DOTALL
-)
-ESCAPES = {b"a": b"\a", b"b": b"\b", b"E": b"\033", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t"}
-ESCAPES[b"v"] = b"\v"
-
-
-def parse_declarations(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables in an answer of `declare -p`: those that are exported, and those that are not."""
-    exported: dict[str, str] = {}
-    not_exported: dict[str, str] = {}
-    for attributes, name, value, escaped_value in DECLARED.findall(text):
-        variables = exported if "x" in attributes else not_exported
-        if escaped_value:
-            variables[name] = _without_escapes(escaped_value)
-        else:
-            variables[name] = re.sub(r"\\(.)", r"\1", value, flags=re.DOTALL)
-    return exported, not_exported
-
-
-def _without_escapes(text: str) -> str:
-    """Return what bash means by $'text'."""
-
-    def character(found: re.Match[bytes]) -> bytes:
-        escape = found[1]
-        return bytes([int(escape, 8)]) if escape.isdigit() else ESCAPES.get(escape, escape)
-
-    value = re.sub(rb"\\([0-7]{3}|.)", character, os.fsencode(text), flags=re.DOTALL)
-    return os.fsdecode(value)
 
 
 @dataclass(frozen=True)
