@@ -21,7 +21,7 @@ except ImportError:
 
 
 def submit(request: Request) -> Handle:
-    """Send the job, or start it here, and do not wait for its end. Sweeps send their jobs by this, too."""
+    """Send the job, or start it here, and do not wait for its end. Without Slurm, a sweep calls this, too."""
     # It checks the request before, and puts a refusal by Slurm into one sentence.
     with submission.sending(request) as sent:
         executor = submitit.AutoExecutor(
@@ -40,8 +40,6 @@ def submit(request: Request) -> Handle:
             timeout_min=request.timeout_min,
             stderr_to_stdout=True,
             slurm_partition=request.partition,
-            # Where a sweep sends an array of jobs.
-            slurm_array_parallelism=request.most_at_a_time,
             # USR2 comes a minute before the end: the ranks save a checkpoint, and the job is queued again.
             slurm_signal_delay_s=60,
             slurm_additional_parameters={
@@ -53,13 +51,14 @@ def submit(request: Request) -> Handle:
             # Bash, before srun: it sources slurm/job_env.sh.
             slurm_setup=request.setup,
             slurm_srun_args=[
-                "--kill-on-bad-exit=1",
+                # If the process fails, the job fails at once.
+                *request.srun_options,
                 # Rank 0 writes into the log of the job script.
                 "--open-mode=append",
             ],
         )
-        # submitit pickles this object, and calls it in every process of the job. Several are an array.
-        sent.jobs = executor.submit_array([Training(job.stage, job.arguments) for job in request.jobs])
+        # submitit pickles this object, and calls it in every process of the job.
+        sent.job = executor.submit(Training(request.stage, request.arguments))
     return sent.handle
 
 

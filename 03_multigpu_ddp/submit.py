@@ -21,7 +21,7 @@ except ImportError:
 
 
 def submit(request: Request) -> Handle:
-    """Send the job, or start it here, and do not wait for its end. Sweeps send their jobs by this, too."""
+    """Send the job, or start it here, and do not wait for its end. Without Slurm, a sweep calls this, too."""
     shape = request.resources
     # It checks the request before, and puts a refusal by Slurm into one sentence.
     with submission.sending(request) as sent:
@@ -42,8 +42,6 @@ def submit(request: Request) -> Handle:
             timeout_min=request.timeout_min,
             stderr_to_stdout=True,
             slurm_partition=request.partition,
-            # Where a sweep sends an array of jobs.
-            slurm_array_parallelism=request.most_at_a_time,
             # USR2 comes a minute before the end: the ranks save a checkpoint, and the job is queued again.
             slurm_signal_delay_s=60,
             slurm_additional_parameters={
@@ -55,16 +53,15 @@ def submit(request: Request) -> Handle:
             # Bash, before srun: it sources slurm/job_env.sh.
             slurm_setup=request.setup,
             slurm_srun_args=[
-                # If a rank fails, srun ends the others.
-                "--kill-on-bad-exit=1",
-                # If one leaves early, it ends them after 60 seconds.
-                "--wait=60",
+                # If a rank fails, srun ends the others; if one leaves early, after 60 seconds. These are the
+                # options in slurm_submit.sh.
+                *request.srun_options,
                 # Rank 0 writes into the log of the job script.
                 "--open-mode=append",
             ],
         )
-        # submitit pickles each object, and calls it in every process of its job. Several jobs are an array.
-        sent.jobs = executor.submit_array([Training(job.stage, job.arguments) for job in request.jobs])
+        # submitit pickles this object, and calls it in every process of the job.
+        sent.job = executor.submit(Training(request.stage, request.arguments))
     return sent.handle
 
 

@@ -4,9 +4,12 @@ import os
 import re
 from pathlib import Path
 
+import lessons
 import pytest
 from checkout import SCRIPTS, Checkout
 from cluster import RunningCluster
+
+from trainkit.jobs import job_script
 
 
 @pytest.mark.parametrize("launcher", SCRIPTS)
@@ -17,7 +20,8 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
     """
     script = checkout.folder / SCRIPTS[launcher]
     asked = re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE)
-    assert {"--signal=USR2@60", "--requeue", "--open-mode=append"} <= set(asked)
+    facts = {f"--{name}" if fact is True else f"--{name}={fact}" for name, fact in job_script.SBATCH.items()}
+    assert facts <= set(asked)
     # Slurm says who sees which GPU.
     assert "VISIBLE_DEVICES" not in script.read_text() + (checkout.folder / "slurm/job_env.sh").read_text()
 
@@ -42,13 +46,25 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
     assert address == "127.0.0.2"
     assert (port, other_port) == ("10041", "20002")
     to_srun = arguments[: arguments.index("python")]
-    # Without the first, every rank has one core, whatever sbatch was told.
-    assert {"--cpus-per-task=3", "--kill-on-bad-exit=1"} <= set(to_srun)
-    assert ("--wait=60" in to_srun) == (launcher in ("srun", "torchrun"))  # one task has nobody to wait for
+    # Without it, every rank has one core, whatever sbatch was told.
+    assert "--cpus-per-task=3" in to_srun
     after_python = " ".join(arguments[len(to_srun) :])
     if launcher == "torchrun":
         assert f"--rdzv-endpoint={address}:{port}" in after_python
         assert "--nnodes=2 " in after_python
+
+
+@pytest.mark.parametrize(
+    "script",
+    [path for path in lessons.files("*.sh") if "\nsrun " in path.read_text() and path.parts[-2] != "slurm"],
+    ids=lambda path: "/".join(path.parts[-2:]),
+)
+def test_a_job_script_to_read_has_the_launch_line_of_those_that_are_made(script: Path) -> None:
+    launch = script.read_text().partition("\nsrun ")[2].partition("\n\n")[0]
+    options = re.findall(r"(?<=\s)--(?:cpus-per-task|kill|wait)\S*", f" {launch}")
+    # Stages 01 and 02 are one process.
+    tasks = 2 if "03_multigpu_ddp" in script.parts else 1
+    assert options == [job_script.CPUS, *job_script.srun_options(tasks)]
 
 
 @pytest.mark.parametrize(

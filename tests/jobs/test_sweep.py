@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 from checkout import Checkout, pretended, wait_until
 from cluster import RunningCluster
-from conftest import succeeded
+from conftest import failed, succeeded
 
 from trainkit.record import records
 
@@ -38,10 +39,9 @@ class SweepCheckout(Checkout):
     def kill_sweep(self) -> None:
         self.kill(self.folder / "slurm/sweep.py", self.sweep)
 
-    def job(self, run: str) -> str | None:
-        """The number of the latest job of a run."""
-        submitted = (self.sweep / run).glob("job/*_submitted.pkl")
-        return next((path.name.partition("_")[0] for path in submitted), None)
+    def job(self, run: str) -> str:
+        """The name of the folder of the latest job of a run: with Slurm its number."""
+        return (self.sweep / run / "job").readlink().name
 
     def rows(self, run: str) -> list[dict]:
         """The rows of the only CSV of a run; none if there is none yet."""
@@ -77,25 +77,26 @@ def test_a_killed_sweep_resumes_and_a_failing_run_leaves_the_others(on_cluster: 
     single, ddp1, ddp2 = RUNS
     with ThreadPoolExecutor() as background:
         killed = background.submit(on_cluster.start_sweep, *arguments)
-        wait_until(lambda: on_cluster.job(ddp2) and len(on_cluster.rows(single)) == 2)
+        wait_until(lambda: len(on_cluster.rows(single)) == 2)
         on_cluster.kill_sweep()
         assert killed.result().returncode == -signal.SIGKILL
-    before = {run: on_cluster.job(run) for run in RUNS}
-    on_cluster.cluster.wait(int(before[single]))  # its results are there a moment before its end
-    unfinished = on_cluster.cluster.run(["squeue", "--noheader", "--format=%i"]).stdout.split()
+    before = {run: on_cluster.job(run) for run in (single, ddp1)}
+    for job in before.values():
+        on_cluster.cluster.wait(int(job))
 
     done = on_cluster.start_sweep(*arguments)
     assert done.returncode == 1, done.stdout + done.stderr
     assert on_cluster.job(single) == before[single]
-    assert on_cluster.job(ddp2) == before[ddp2] or before[ddp2] not in unfinished
     assert on_cluster.job(ddp1) != before[ddp1]
+    # It waited in the queue for the two others, and was not sent again.
+    assert (on_cluster.sweep / "commands.txt").read_text().splitlines()[2].startswith(ddp2)
+    assert len([*on_cluster.sweep.glob("logs/*_3_0_log.out")]) == 1
     assert f"{ddp1} failed: error on rank 0: ValueError: planted" in done.stdout
     assert f"failed: {ddp1}." in done.stderr
     assert "left out (1): stage single" in done.stdout
     assert on_cluster.compared() == [("ddp", 2), ("single", 1)]
     assert [row["job_id"] for row in on_cluster.rows(single)] == [before[single]] * 2
-    (log,) = (on_cluster.sweep / single).glob("job/*_0_log.out")
-    assert "epoch 2/2" in log.read_text()
+    assert "epoch 2/2" in (on_cluster.sweep / single / "log.out").read_text()
     assert most_at_a_time(on_cluster) <= 2
 
 
@@ -151,7 +152,7 @@ def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -
     assert done.returncode == 1
     assert done.stderr.startswith("error: Slurm did not accept the job")
     assert done.stderr.count("nowhere") == 1
-    assert not list(on_cluster.sweep.rglob("*_submission.sh"))
+    assert not list(on_cluster.sweep.rglob("*.csv"))
 
 
 # --- without Slurm ----------------------------------------------------------------------------------
@@ -182,8 +183,10 @@ def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
 
 
 @pytest.mark.full
-def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepCheckout) -> None:
-    """Of a script of one's own, whose runs go on for a moment after the sweep was killed."""
+def test_a_killed_local_sweep_starts_no_second_run_beside_the_one_that_survived(
+    checkout: SweepCheckout,
+) -> None:
+    """Of a script of one's own, whose runs go on after the sweep was killed. It resumes after their end."""
     may_end = checkout.folder / "may end"
     survives = f"while not os.path.exists({str(may_end)!r}): time.sleep(0.1)\n    time.sleep(3)"
     script = checkout.folder / "mine.py"
@@ -192,15 +195,18 @@ def test_a_killed_local_sweep_waits_for_the_run_that_survived(checkout: SweepChe
     run = "mine-1gpu-batch100-train600-r1"
     with ThreadPoolExecutor() as background:
         killed = background.submit(checkout.start_sweep, *arguments, "--epochs", 1)
-        wait_until(lambda: checkout.job(run))
+        wait_until((checkout.sweep / run / "log.out").exists)
         second = checkout.start_sweep(*arguments, "--epochs", 1)
         assert second.returncode == 1
         assert "another sweep.py is running" in second.stderr
         checkout.kill_sweep()
-        before = checkout.job(run)
-        may_end.touch()
-        done = succeeded(checkout.start_sweep(*arguments, "--epochs", 1))
         assert killed.result().returncode == -signal.SIGKILL
+    before = checkout.job(run)
+    refusal = failed(checkout.start_sweep(*arguments, "--epochs", 1))
+    number = int(re.search("kill ([0-9]+)", refusal)[1])
+    may_end.touch()
+    wait_until(lambda: not psutil.pid_exists(number))
+    done = succeeded(checkout.start_sweep(*arguments, "--epochs", 1))
     assert "no Slurm here" in done.stdout
     assert "no epoch after the warm-up was measured" in done.stdout  # how many GPUs to ask for is not known
     assert checkout.job(run) == before

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkout import Checkout, wait_until
+from cluster import running_cluster
 from conftest import failed, succeeded
 
 # Without PyTorch. It takes up what another run has saved where it saves.
@@ -174,7 +175,7 @@ from pathlib import Path
 asked = []
 signal.signal(signal.SIGUSR2, lambda *_: asked.append(True))
 lr, restart = sys.argv[2], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-print("lr", lr, "restart", restart, *sys.argv[3:], flush=True)
+print("lr", lr, "restart", restart, *map(repr, sys.argv[3:]), flush=True)
 if lr == "1" and restart == 0:
     while not asked:
         time.sleep(0.1)
@@ -187,8 +188,9 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
     """The sweep is killed meanwhile, and resumes with the jobs that it finds."""
     script, sweep = write(on_cluster), on_cluster.folder / "a sweep"
     script.write_text(STOPPED)
+    odd = "two\nlines and $it's"
     own = ("--out", sweep, "--max-jobs", 2, "--gpus", 1, "--vary", "lr=1,2,3")
-    own += ("--when-requeued", "--again {lr}", "--plain", script)
+    own += ("--when-requeued", "--again {lr}", "--plain", script, "--lr", "{lr}", odd)
     log = sweep / "train-1gpu-lr1-r1" / "log.out"
     with ThreadPoolExecutor() as background:
         killed = background.submit(on_cluster.python, "slurm/sweep.py", *own)
@@ -196,16 +198,16 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
         on_cluster.kill(on_cluster.folder / "slurm/sweep.py", sweep)
         assert killed.result().returncode == -signal.SIGKILL
     job = log.readlink().name.removesuffix("_0_log.out")
-    assert re.fullmatch("[0-9]+_0", job)
-    assert "#SBATCH --array=0-2%2\n" in (log.readlink().parent / f"{job[:-2]}_submission.sh").read_text()
+    assert re.fullmatch("[0-9]+_1", job)
+    assert "#SBATCH --array=1,2,3%2\n" in (sweep / "train-1gpu.sh").read_text()
     on_cluster.cluster.run(["scancel", "--signal=USR2", job])
     done = on_cluster.python("slurm/sweep.py", *own)
     assert done.returncode == 1, done.stdout + done.stderr
     shown = {row["lr"]: (row["state"], row["exit_code"], row["last_line"]) for row in rows(sweep).values()}
     assert shown == {
-        "1": ("finished", "0", "lr 1 restart 1 --again 1"),
-        "2": ("finished", "0", "lr 2 restart 0"),
-        "3": ("failed", "3", "lr 3 restart 0"),
+        "1": ("finished", "0", f"lr 1 restart 1 {odd!r} '--again' '1'"),
+        "2": ("finished", "0", f"lr 2 restart 0 {odd!r}"),
+        "3": ("failed", "3", f"lr 3 restart 0 {odd!r}"),
     }, done.stdout
     # It is the job that had been sent, and the list of jobs has each of them by the name that scancel takes:
     # one has the number of the array for its own. If the third had failed before the sweep resumed, it was
@@ -213,5 +215,28 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
     assert log.readlink().name == f"{job}_0_log.out"
     listed = on_cluster.python("slurm/jobs.py").stdout.splitlines()
     numbers = {line.split()[2]: line.split()[0] for line in reversed(listed) if "train-1gpu" in line}
-    of_array = enumerate(("1", "2", "3"))
-    assert numbers == {f"train-1gpu-lr{lr}-r1": f"{job[:-2]}_{index}" for index, lr in of_array}, listed
+    assert numbers == {f"train-1gpu-lr{lr}-r1": f"{job[:-2]}_{lr}" for lr in (1, 2, 3)}, listed
+
+
+@pytest.mark.full
+def test_what_a_site_with_short_arrays_refuses_leaves_the_runs_that_it_takes(tmp_path: Path) -> None:
+    """One sentence names its limit. The runs that it has taken end, and are in the table."""
+    conf = tmp_path / "conf"
+    conf.mkdir()
+    (conf / "slurm.conf").write_text("MaxArraySize=3\n")
+    with running_cluster("--conf", conf) as cluster:
+        checkout = Checkout(tmp_path / "a checkout", cluster)
+        script, sweep = write(checkout), checkout.folder / "a sweep"
+        own = ("--out", sweep, "--gpus", "1,2", "--batch-size", 1, "--vary")
+        theirs = ("--plain", script, "--batch_size", "{batch}", "--dir", "{folder}")
+        done = checkout.python("slurm/sweep.py", *own, "lr=0.1,0.2", *theirs)
+        assert done.returncode == 1 and done.stderr.count("MaxArraySize") == 1, done.stdout + done.stderr
+        states = {(row["gpus"], row["lr"]): row["state"] for row in rows(sweep).values()}
+        assert states == {
+            ("1", "0.1"): "finished",
+            ("1", "0.2"): "finished",
+            ("2", "0.1"): "failed",
+            ("2", "0.2"): "failed",
+        }
+        refused = checkout.python("slurm/sweep.py", *own, "lr=0.1,0.2", *theirs)
+        assert "MaxArraySize" in failed(refused)

@@ -201,10 +201,10 @@ def _probe(compared: Sweep, batch: int) -> Probe:
     alone = replace(compared, folder=compared.folder / "probe")
     grid = Grid(stages=(STAGES[SINGLE],), gpus=(1,), batch_sizes=(batch,))
     (run,), _ = alone.planned(grid)
-    if not alone.finished(run.name):
+    if not alone.has_finished(run):
         print_line("first, a run on one GPU, which decides the length of an epoch")
         sweep_execution.finish(alone, [run], 1, compared.folder)
-    csvs = alone.finished(run.name)
+    csvs = alone.finished_csvs(run.name)
     if not csvs:
         raise UserError(
             f"the run on one GPU with batch {batch} failed, as reported above: fix that, or give a smaller "

@@ -35,7 +35,7 @@ Lists are separated by commas. All other options go to every run unchanged, such
 `python 03_multigpu_ddp/mnist_ddp.py --help` lists them.
 
 To resume a sweep, give the same command with the --out that it has printed. Finished runs are kept,
-jobs still in Slurm are watched again, failed ones are submitted again. Longer lists add runs.
+jobs still in Slurm are watched again, all others are submitted again. Longer lists add runs.
 
 In the arguments of a plain script, and in --when-requeued, {gpus}, {nodes}, {batch}, {batch/gpus} and
 {folder}, the run's own folder, stand for those of each run:
@@ -165,7 +165,7 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
 def _print_runs(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
     width = max(len(run.name) for run in runs)
     for run in runs:
-        state = "finished" if planned_sweep.finished(run.name) else "to run"
+        state = "finished" if planned_sweep.has_finished(run) else "to run"
         print_line(f"{run.name:{width}}  {state:8}  {run.shape}")
         if run.stage.is_users_own or run.settings:
             command = [*run.stage.command, *planned_sweep.script_arguments(run)]

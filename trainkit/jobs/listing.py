@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainkit import job_folder
 from trainkit.job_folder import Outcome, Script
-from trainkit.jobs import beginning, ending, job_log, local, slurm
+from trainkit.jobs import beginning, ending, job_log, job_script, local, slurm
 from trainkit.jobs.site import Site
 from trainkit.jobs.slurm import JobStatus
 from trainkit.jobs.stages import REPOSITORY
@@ -224,7 +224,9 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[Listed]:
         number, shown_as, state, reason, folder, script, name = line.split("|", maxsplit=6)
         if number in begun:
             continue
-        if _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir)):
+        of_checkout = _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir))
+        # A sweep may have its script, and its user, elsewhere.
+        if of_checkout or str(job_script.JOB_ENV) in job_folder.read(Path(script)):
             is_queued = state in slurm.QUEUED
             row = Listed(
                 shown_as,

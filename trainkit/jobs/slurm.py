@@ -8,13 +8,12 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.distributed import launchers
-from trainkit.errors import reason
+from trainkit.errors import UserError, reason
 
 # A command of Slurm may take so long. Its own limit is mostly 10 seconds per try.
 ANSWER_SECONDS = 30
@@ -72,7 +71,10 @@ REFUSALS = {
     "from your shell, and --gres from the command line; or, with sbatch, change the line #SBATCH "
     "--gpus-per-node in the job script",
     "configuration file": "unset SLURM_CONF, or set it to the path of slurm.conf",
-    "accounting/QOS policy": "wait for other jobs of yours to end, or ask for less; `sacctmgr show qos` and "
+    "job array": "give a sweep shorter lists, and the other values in a second sweep with a different --out; "
+    "`scontrol show config | grep MaxArraySize` shows what this site allows",
+    "accounting/QOS policy": "wait for other jobs of yours to end, or ask for less, in a sweep by shorter "
+    "lists, which may be longer with the same --out when those runs have ended; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
     "(QOS|Assoc)M(ax|in)": "ask for no more than your QOS and account allow; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
@@ -109,8 +111,6 @@ UNCLEAR = (
     "Socket timed out|Zero Bytes were transmitted|Message (receive|send) failure|Unexpected message|"
     "Could not make sense of sbatch output"
 )
-# Until such a job is in the queue, if it is to be there.
-QUEUE_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -183,23 +183,22 @@ def ask(
         return subprocess.CompletedProcess(command, NOT_FOUND_EXIT_CODE, stdout="", stderr=message)
 
 
-def sent_from(folder: Path, seconds: float = 0) -> str:
-    """Return the number of this user's job, or array, whose script is in `folder`; "" if none is queued.
+def tasks_sent_from(folder: Path) -> dict[int, str]:
+    """Return the tasks of this user's arrays whose scripts are in `folder`, with the numbers of their arrays.
 
-    Args:
-        folder: where only one job has its script.
-        seconds: how long to look for it.
+    Raises:
+        UserError: if Slurm does not answer.
     """
-    until = time.monotonic() + seconds
-    while True:
-        for line in _squeue("--format=%i %o").stdout.splitlines():
-            job_id, _, script = line.strip().partition(" ")
-            if Path(script).parent == folder:
-                # All jobs of an array have the same script.
-                return job_id.partition("_")[0]
-        if time.monotonic() >= until:
-            return ""
-        time.sleep(1)
+    shown = _squeue("--array", "--format=%i %o")
+    if shown.returncode:
+        raise UserError(f"Slurm does not answer ({shown.stderr.strip()}): try again when `squeue` does.")
+    tasks = {}
+    for line in shown.stdout.splitlines():
+        job_id, _, script = line.strip().partition(" ")
+        array, _, task = job_id.partition("_")
+        if task and Path(script).parent == folder:
+            tasks[int(task)] = array
+    return tasks
 
 
 def queue(form: str) -> list[str]:
@@ -269,6 +268,11 @@ def _status_by_accounting(job_ids: Sequence[str]) -> dict[str, JobStatus]:
         if job_id in status and (state == COMPLETED or state in FAILED):
             status[job_id] = JobStatus(state)
     return status
+
+
+def is_unclear(refusal: str) -> bool:
+    """Return whether sbatch, which has said this, may have put the job into the queue all the same."""
+    return not refusal or re.search(UNCLEAR, refusal) is not None
 
 
 def never_starts(reason: str) -> bool:

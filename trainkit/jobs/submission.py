@@ -10,7 +10,6 @@ PyTorch and submitit are not loaded before they are needed: login nodes are slow
 import argparse
 import io
 import os
-import re
 import runpy
 import shlex
 import shutil
@@ -18,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from trainkit.config.command_line import Parser, at_least, given, time_limit
 from trainkit.data import staging
 from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable, explained
-from trainkit.jobs import array, job_log, limits, local, slurm
+from trainkit.jobs import job_log, job_script, limits, local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
 from trainkit.jobs.program import add_options, from_options, misplaced, note_on_environment, split
 from trainkit.jobs.sbatch_options import of_variables, option_of, sbatch_options
@@ -62,10 +61,6 @@ PASSED_ON = (
 )
 
 
-class RefusedError(UserError):
-    """Slurm has refused a job, and no job is left of it."""
-
-
 @dataclass(frozen=True)
 class Request:
     """A request for one job.
@@ -80,8 +75,6 @@ class Request:
         threads: of each process on this machine (`local.variables`).
         working_dir: where it starts; None for the folder that it is sent from.
         run_name: in a sweep, what it is called there.
-        others: requests of the same shape and with the same folder: with this one they are an array of Slurm.
-        most_at_a_time: how many of the array may run at a time.
     """
 
     stage: Stage
@@ -96,13 +89,6 @@ class Request:
     threads: int | None = None
     working_dir: Path | None = None
     run_name: str = ""
-    others: tuple["Request", ...] = ()
-    most_at_a_time: int = 1
-
-    @property
-    def jobs(self) -> tuple["Request", ...]:
-        """Return the request for each job of the array, or this one alone."""
-        return (self, *self.others)
 
     @property
     def job_name(self) -> str:
@@ -131,6 +117,23 @@ class Request:
             asked = {option: value for option, value in asked.items() if not option.startswith("mem")}
         return {**asked, **self.passed_on}
 
+    @property
+    def sbatch_variables(self) -> dict[str, str]:
+        """Return the SBATCH_* variables, which override a script's lines, so they include the options."""
+        variables = dict(self.site.sbatch)
+        if self.partition:
+            variables["SBATCH_PARTITION"] = self.partition
+        if self.minutes:
+            variables["SBATCH_TIMELIMIT"] = str(self.minutes)
+        for name in NOT_FOR_SUBMITIT:
+            variables.pop(name, None)
+        return {name: value for name, value in variables.items() if option_of(name) not in self.passed_on}
+
+    @property
+    def srun_options(self) -> list[str]:
+        """Return the options by which srun ends the ranks together."""
+        return job_script.srun_options(self.resources.tasks)
+
     @cached_property
     def options(self) -> options.Options:
         """Return what the arguments mean at this site.
@@ -154,10 +157,7 @@ class Request:
     @property
     def setup(self) -> list[str]:
         """Return what the job's shell does first: all that is the same in every job (slurm/job_env.sh)."""
-        if not self.others:
-            return [*self._source, *self._own_setup]
-        own = [job._own_setup for job in self.jobs]
-        return array.setup(self.folder, self.site.jobs_dir, before=self._source, own=own)
+        return [*self.environment, f"tell_script {shlex.join([*self.words, *self.arguments])}"]
 
     @property
     def words(self) -> list[str]:
@@ -167,36 +167,18 @@ class Request:
     @property
     def environment(self) -> list[str]:
         """Return the part of `setup` that a job script with a line `choose_training` has, too."""
-        return [*self._source, self._results]
-
-    @property
-    def _source(self) -> list[str]:
-        source = f"source {shlex.quote(str(REPOSITORY / 'slurm' / 'job_env.sh'))}"
+        source = f"source {shlex.quote(str(job_script.JOB_ENV))}"
         if self.stage.plain:
             source += f" {shlex.join(self.words)}"
-        return ["set -euo pipefail", source]
-
-    @property
-    def _results(self) -> str:
-        return f"export TRAINKIT_RESULTS_DIR={shlex.quote(str(self.results_dir))}"
-
-    @property
-    def _own_setup(self) -> list[str]:
-        """Return the part of `setup` in which the jobs of an array differ."""
-        lines = [self._results]
-        if self.run_name:
-            lines.append(f"name_in_sweep={shlex.quote(self.run_name)}")
-        lines.append(f"tell_script {shlex.join([*self.words, *self.arguments])}")
-        if self.working_dir:
-            lines.append(f"cd {shlex.quote(str(self.working_dir))}")
-        return lines
+        results = f"export TRAINKIT_RESULTS_DIR={shlex.quote(str(self.results_dir))}"
+        return ["set -euo pipefail", source, results]
 
 
 @dataclass
 class Sent:
-    """What `sending` hands out: it is given submitit's `jobs`, and then has the `handle` of the first."""
+    """What `sending` hands out: it is given submitit's `job`, and then has its `handle`."""
 
-    jobs: "Sequence[submitit.Job]" = ()
+    job: "submitit.Job | None" = None
     handle: Handle | None = None
 
 
@@ -204,21 +186,19 @@ class Sent:
 def sending(request: Request) -> Iterator[Sent]:
     """Check the request and make its folder; surround the call of submitit.
 
-    It prepares the environment, for sbatch or for the processes here. After the call it finds a job that
-    Slurm took without saying so, cancels one that it can never start, and starts the monitor of processes
-    here.
+    It prepares the environment, for sbatch or for the processes here. After the call it cancels a job that
+    Slurm can never start, and starts the monitor of processes here.
 
     Raises:
         UserError: for options that the stage would refuse, missing data, more than the partition allows, a
-            folder that cannot be written to; after the call, if sbatch refuses the job (RefusedError), or
-            does not say whether it has taken it.
+            folder that cannot be written to; after the call, if sbatch refuses the job, or does not
+            say whether it has taken it.
     """
     fix = "free the space, fix the permissions, or choose different folders (--results-dir, slurm/site.sh)."
-    for job in request.jobs:
-        check(job)
-        check_writable(job.results_dir / "runs", "results", fix)
+    check(request)
+    check_writable(request.results_dir / "runs", "results", fix)
     if not request.why_here:
-        _check_limits(request)
+        check_limits(request)
     # A job without its log's folder fails without a log.
     check_writable(request.folder, "the job's logs", fix)
     send = _starting_here if request.why_here else _sending_to_slurm
@@ -247,7 +227,7 @@ def _starting_here(request: Request) -> Iterator[Sent]:
     background = local.in_the_background(request.folder / local.CONTROLLER_LOG)
     with background, _environment(variables), _working_dir(request.working_dir):
         yield sent
-    (job,) = sent.jobs
+    job = sent.job
     log = job.paths.stdout
     monitor = None
     if request.site.monitor:
@@ -286,28 +266,75 @@ def _sending_to_slurm(request: Request) -> Iterator[Sent]:
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     sent = Sent()
-    variables = local.outside_of_jobs() | local.QUIET | _sbatch_variables(request)
-    if request.others:
-        array.keep(
-            request.folder, [array.Element([*job.arguments], str(job.results_dir)) for job in request.jobs]
-        )
+    variables = local.outside_of_jobs() | local.QUIET | request.sbatch_variables
     try:
         # submitit prints what sbatch says; here it becomes the text of the error.
         with _environment(variables), redirect_stderr(io.StringIO()):
             yield sent
-        job_id = sent.jobs[0].job_id
+        job_id = sent.job.job_id
     except (FailedJobError, FailedSubmissionError) as error:
         # sbatch has refused it, or names no job.
-        job_id = _find_unnamed(request, slurm.sbatch_message(str(error))[:1000])
-    number = array.array_id(job_id)
-    # Of an array, its first job.
-    index = 0 if request.others else None
-    sent.handle = _handle(request.folder, number, request.resources.tasks, request.records_dir, index)
-    # Where other jobs are before it, Slurm may give the reason later, and then `follow` tells it.
-    reason = sent.handle.reason(REASON_SECONDS)
-    if slurm.never_starts(reason):
-        slurm.ask("scancel", number)
+        refusal = slurm.sbatch_message(str(error))[:1000]
+        if slurm.is_unclear(refusal):
+            raise UserError(
+                f"it is not known whether Slurm has accepted the job (sbatch: {refusal}). Before you submit "
+                "again, check whether `squeue --me --format='%i %o'` shows one with a script in "
+                f"{request.folder}, and scancel it: it would not find its files."
+            ) from None
         shutil.rmtree(request.folder)
+        raise _refused(refusal) from None
+    sent.handle = SlurmHandle(
+        job_id=job_id,
+        tasks=request.resources.tasks,
+        log=job_log.of_rank(request.folder, job_id),
+        folder=request.site.jobs_dir / job_id,
+        results=request.records_dir,
+    )
+    try:
+        check_start(sent.handle)
+    except UserError:
+        shutil.rmtree(request.folder)
+        raise
+
+
+def send_script(script: Path) -> str:
+    """Send a job script, and return the number of the job, or of the array.
+
+    Raises:
+        UserError: if sbatch refuses it, or does not say whether it has taken it.
+    """
+    # The script itself has all options, and the user's shell may have some for other jobs.
+    outside = local.outside_of_jobs()
+    environment = {name: value for name, value in outside.items() if not name.startswith("SBATCH_")}
+    done = slurm.ask("sbatch", "--parsable", str(script), env=environment)
+    if done.returncode == 0:
+        # The name of the cluster may follow.
+        return done.stdout.strip().partition(";")[0]
+    refusal = slurm.sbatch_message(done.stderr)[:1000]
+    if slurm.is_unclear(refusal):
+        raise UserError(
+            f"it is not known whether Slurm has accepted {script} ({refusal}): give the same command again "
+            "in a minute, which looks for its jobs in the queue."
+        )
+    raise _refused(refusal)
+
+
+def _refused(refusal: str) -> UserError:
+    """Return the error of a job that Slurm has refused, so that no job is left of it."""
+    fix = f"{slurm.advice(refusal)}; --local runs it on this machine"
+    return UserError(f"Slurm did not accept the job ({refusal}): {fix}.")
+
+
+def check_start(handle: SlurmHandle) -> None:
+    """Cancel a job, or the array that it is of, if Slurm can never start it.
+
+    Raises:
+        UserError: if that is so.
+    """
+    # Where other jobs are before it, Slurm may give the reason later, and then `follow` tells it.
+    reason = handle.reason(REASON_SECONDS)
+    if slurm.never_starts(reason):
+        slurm.ask("scancel", handle.job_id.partition("_")[0])
         raise UserError(f"Slurm would never start the job ({reason}): {slurm.advice(reason)}.")
 
 
@@ -346,57 +373,6 @@ def new_folder(site: Site, stage: Stage) -> Path:
     return site.jobs_dir / "submitit" / local.new_name(stage.job_name)
 
 
-def find(folder: Path, tasks: int, results: Path) -> Handle | None:
-    """Return the job that was submitted with this `folder`; None if there is none.
-
-    Its submitter may have been killed before sbatch named the job, or sbatch has not named it.
-
-    Args:
-        folder: of the request.
-        tasks: how many processes the job has.
-        results: where its CSV will be, by which it is known among the jobs of an array.
-    """
-    submitted = local.submitted(folder)
-    number = array.array_id(submitted.job_id)
-    elements = array.read(folder)
-    if submitted.by_slurm and submitted.count < max(len(elements), 1):
-        number = _adopt(folder)
-    if not number:
-        return None
-    if submitted.by_slurm:
-        index = None
-        if elements:
-            index = [element.results_dir for element in elements].index(str(results.parent))
-        return _handle(folder, number, tasks, results, index)
-    return LocalHandle(
-        job_id=number,
-        tasks=tasks,
-        log=job_log.of_rank(folder, number),
-        folder=folder,
-        results=results,
-        has_ended=partial(local.has_ended, number, folder),
-    )
-
-
-def _handle(
-    folder: Path, number: str, tasks: int, results: Path | None, index: int | None = None
-) -> SlurmHandle:
-    """Return a job of Slurm that was sent from `folder`.
-
-    Args:
-        number: its own, or that of its array.
-        index: which one of the array it is; None for a single job.
-    """
-    job_id = number if index is None else f"{number}_{index}"
-    return SlurmHandle(
-        job_id=job_id,
-        tasks=tasks,
-        log=job_log.of_rank(folder, job_id),
-        folder=folder.parents[1] / job_id if index is None else array.link_to_folder(folder, index),
-        results=results,
-    )
-
-
 def preview(request: Request) -> str:
     """Return what would be done: a job script that asks for the same, or the local processes.
 
@@ -407,50 +383,8 @@ def preview(request: Request) -> str:
     if request.why_here:
         command = shlex.join([*request.stage.command, *request.arguments])
         return f"{request.why_here}: would run as {request.resources.tasks} local process(es) of {command}"
-    _check_limits(request)
-    return job_script(request)
-
-
-def job_script(request: Request) -> str:
-    """Return a job script with this site's settings, which sbatch takes from any folder.
-
-    It is not the one that submitit writes: what that one is to call lies pickled in the folder of its job.
-    """
-    stage = request.stage
-    sbatch = {
-        "job-name": request.job_name,
-        "nodes": request.resources.nodes,
-        "ntasks-per-node": request.resources.tasks_per_node,
-        **request.sbatch_options,
-        "time": request.timeout_min,
-        "output": "%x-%j.log",
-        "signal": "USR2@60",
-        "requeue": True,
-        "open-mode": "append",
-        **of_variables(_sbatch_variables(request)),
-    }
-    directives = []
-    for option, value in sbatch.items():
-        directive = f"#SBATCH --{option}"
-        if value is not True:
-            directive += f"={shlex.quote(str(value))}"
-        directives.append(directive)
-    training = [*request.words, *request.arguments]
-    if stage.plain:
-        # It takes the place of the stage's own script.
-        training.insert(0, str(STAGES[stage.name].script))
-    script = [
-        "#!/bin/bash",
-        "# A job for this site, by submit.py --dry-run. Save it as job.sh, and submit it: sbatch job.sh",
-        *directives,
-        "",
-        *request.environment,
-        f'choose_training {shlex.join(training)} "$@"',
-        "",
-        'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 \\',
-        '    "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" python "${TRAINING[@]}"',
-    ]
-    return "\n".join(script)
+    check_limits(request)
+    return job_script.of_one_job(request)
 
 
 def check(request: Request) -> None:
@@ -469,13 +403,13 @@ def check(request: Request) -> None:
         _check_machine(request)
 
 
-def _check_limits(request: Request) -> None:
+def check_limits(request: Request) -> None:
     """Raise a UserError if the partition does not allow what the job asks for."""
     asked = {
         "nodes": str(request.resources.nodes),
         "time": str(request.timeout_min),
         **request.sbatch_options,
-        **of_variables(_sbatch_variables(request)),
+        **of_variables(request.sbatch_variables),
     }
     beyond = limits.excess(asked)
     if beyond:
@@ -534,53 +468,6 @@ def _check_machine(request: Request) -> None:
         if not request.stage.plain:
             fix += ", or add --no-cuda to train on its CPU"
         raise UserError(f"--gpus {shape.gpus} is more than the {gpus} GPU(s) of this machine: {fix}.")
-
-
-def _find_unnamed(request: Request, refusal: str) -> str:
-    """Return the number of a job that sbatch did not name, but has put into the queue.
-
-    Raises:
-        RefusedError: if it has refused.
-        UserError: if nobody knows whether it has.
-    """
-    if refusal and not re.search(slurm.UNCLEAR, refusal):
-        shutil.rmtree(request.folder)
-        fix = f"{slurm.advice(refusal)}; --local runs it on this machine"
-        raise RefusedError(f"Slurm did not accept the job ({refusal}): {fix}.")
-    job_id = _adopt(request.folder, slurm.QUEUE_SECONDS)
-    if job_id:
-        return job_id
-    raise UserError(
-        f"it is not known whether Slurm has accepted the job (sbatch: {refusal or 'no word'}); so far it is "
-        "not in the queue. Before you submit again, check whether `squeue --me --format='%i %o'` shows one "
-        f"with a script in {request.folder}, and scancel it."
-    )
-
-
-def _adopt(folder: Path, seconds: float = 0) -> str:
-    """Return the number of a queued job that was sent from `folder`, though sbatch did not name it; or "".
-
-    On its node submitit waits a minute for the pickle to have the job's number in its name.
-    """
-    job_id = slurm.sent_from(folder, seconds)
-    if job_id and array.read(folder):
-        array.name_pickles(folder, job_id)
-    elif job_id:
-        (pickled,) = folder.glob("*.pkl")
-        pickled.rename(folder / f"{job_id}_submitted.pkl")
-    return job_id
-
-
-def _sbatch_variables(request: Request) -> dict[str, str]:
-    """Return the SBATCH_* variables, which override a script's lines, so they include the options."""
-    variables = dict(request.site.sbatch)
-    if request.partition:
-        variables["SBATCH_PARTITION"] = request.partition
-    if request.minutes:
-        variables["SBATCH_TIMELIMIT"] = str(request.minutes)
-    for name in NOT_FOR_SUBMITIT:
-        variables.pop(name, None)
-    return {name: value for name, value in variables.items() if option_of(name) not in request.passed_on}
 
 
 def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespace]:

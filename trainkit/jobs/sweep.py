@@ -1,7 +1,13 @@
 """A sweep: what its runs share, and its folder, from which it resumes after a break.
 
-sweep_execution.py carries it out. This module checks only numbers, so that hundreds of runs are checked at
-once; only the jobs load PyTorch.
+Each run is a line in the sweep's `commands.txt`: its name, and the words that name its script. The runs that
+ask Slurm for the same nodes and GPUs are one array, whose task N does line N (job_script.py). Each run has a
+folder, with its CSV and links to its job's folder and log. Whether a run has finished is told by its CSV, or
+for a plain script by its job's outcome. The same command again sends what has not finished and is not in
+Slurm's queue.
+
+Without Slurm the runs are processes of this machine, one after the other. sweep_execution.py does both. This
+module checks only numbers, so that hundreds of runs are checked at once; only the jobs load PyTorch.
 """
 
 import os
@@ -17,8 +23,7 @@ from trainkit.config.command_line import check_divides
 from trainkit.config.options import Options
 from trainkit.errors import UserError
 from trainkit.files import check_writable, locked, replacing
-from trainkit.jobs import submission, sweep_table, variation
-from trainkit.jobs.following import Handle
+from trainkit.jobs import job_script, submission, sweep_table, variation
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Stage
 from trainkit.jobs.submission import Request
@@ -185,41 +190,15 @@ class Sweep:
             words = ["--chdir", *words]
         return shlex.join(words)
 
-    def submit(self, runs: list[PlannedRun], max_at_a_time: int) -> list[Handle]:
-        """Start runs of one shape, every repeat with another seed; their links `log.out` lead to the logs.
-
-        Several are an array of Slurm, of which so many run at a time.
-
-        Raises:
-            UserError: if they were refused.
-        """
-        folder = submission.new_folder(self.site, runs[0].stage)
-        for run in runs:
-            # The link comes before the job, so that `attach` always finds that.
-            self._link_to_job(run, folder)
-        first, *others = [self._request(run, folder) for run in runs]
-        send = submission.submitter(first.stage)
-        handle = send(replace(first, others=tuple(others), most_at_a_time=max_at_a_time))
-        handles = [self.attach(run) for run in runs] if others else [handle]
-        for run, handle_of_run in zip(runs, handles, strict=True):
-            _replace_link(self.folder / run.name / "log.out", handle_of_run.log)
-        return handles
-
-    def _link_to_job(self, run: PlannedRun, folder: Path) -> None:
-        """Make the folder of a run, with a link to that of its job."""
+    def request(self, run: PlannedRun) -> Request:
+        """Return the request for the job of a run."""
         run_folder = self.folder / run.name
-        check_writable(run_folder, "the run", "free the space, or give a different --out.")
-        _replace_link(run_folder / "job", folder)
-
-    def _request(self, run: PlannedRun, folder: Path) -> Request:
-        run_folder = self.folder / run.name
-        site = self.site._replace(results_dir=run_folder)
         return Request(
             stage=self._stage(run),
             resources=run.shape,
             arguments=self.script_arguments(run),
-            site=site,
-            folder=folder,
+            site=self.site._replace(results_dir=run_folder),
+            folder=submission.new_folder(self.site, run.stage),
             working_dir=run_folder if self.chdir else None,
             run_name=run.name,
             minutes=self.minutes,
@@ -230,6 +209,26 @@ class Sweep:
             threads=1 if self.why_here else None,
         )
 
+    def number(self, runs: Sequence[PlannedRun]) -> dict[PlannedRun, int]:
+        """Write the runs into `commands.txt`, and return the number of the line of each, from 1 on.
+
+        A run keeps its number: its job may be in the queue.
+        """
+        file = self.folder / job_script.COMMANDS
+        lines = {}
+        if file.exists():
+            for line in file.read_text(encoding="utf-8").splitlines():
+                lines[shlex.split(line)[0]] = line
+        for run in runs:
+            request = self.request(run)
+            line = shlex.join([run.name, *request.words, *request.arguments])
+            # A line of the file is one of the shell, too.
+            lines[run.name] = line.replace("\n", "'$'\\n''")
+        with replacing(file) as new:
+            new.write("".join(f"{line}\n" for line in lines.values()))
+        numbers = {name: number for number, name in enumerate(lines, start=1)}
+        return {run: numbers[run.name] for run in runs}
+
     def _stage(self, run: PlannedRun) -> Stage:
         """Return the stage of the run, with what its program gets when it comes back (--when-requeued)."""
         program = run.stage.program
@@ -239,25 +238,30 @@ class Sweep:
         words = variation.filled(program.when_requeued, settings=(), known=values)
         return run.stage.with_program(replace(program, when_requeued=words))
 
-    def attach(self, run: PlannedRun) -> Handle | None:
-        """Return the latest job of `run`, also of an earlier call, or None if there is none."""
-        run_folder = self.folder / run.name
-        try:
-            job_folder = (run_folder / "job").readlink()
-        except OSError:
-            # There is none.
-            return None
-        return submission.find(job_folder, run.shape.tasks, run_folder / "runs")
+    def prepare(self, run: PlannedRun) -> None:
+        """Make the folder of a run for a new job, without the links to an earlier one.
 
-    def finished(self, name: str = "*") -> list[Path]:
+        Raises:
+            UserError: if it cannot be written to.
+        """
+        run_folder = self.folder / run.name
+        check_writable(run_folder, "the run", "free the space, or give a different --out.")
+        for name in (job_script.JOB, job_script.LOG):
+            (run_folder / name).unlink(missing_ok=True)
+        if self.plain:
+            sweep_table.describe(run_folder, run)
+
+    def has_finished(self, run: PlannedRun) -> bool:
+        """Return whether a run has ended well: by its CSV, or for a plain script by its job's outcome."""
+        if self.plain:
+            return sweep_table.ended(self.folder / run.name).well
+        return bool(self.finished_csvs(run.name))
+
+    def finished_csvs(self, name: str = "*") -> list[Path]:
         """Return the CSVs of finished runs, of the run called `name` or of all runs.
 
-        A run whose job came back to the queue has several, the last one of which is the last here. Plain
-        scripts may write none: of theirs it is what `sweep_table` keeps.
+        A run whose job came back to the queue has several, the last one of which is the last here.
         """
-        if self.plain:
-            rows = sorted(self.folder.glob(f"{name}/{sweep_table.ROW}"))
-            return [path for path in rows if sweep_table.has_finished(path.parent)]
         finished = []
         for recorded in self.runs(name):
             last = recorded.rows[-1]
@@ -283,8 +287,3 @@ class RecordedRun(NamedTuple):
 
     csvs: list[Path]
     rows: list[records.Row]
-
-
-def _replace_link(link: Path, target: Path) -> None:
-    link.unlink(missing_ok=True)
-    link.symlink_to(target)

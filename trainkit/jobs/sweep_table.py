@@ -1,125 +1,113 @@
 """How the runs of a plain script have ended, as a table: a script may write no record that tells it.
 
-When it ends, each run keeps its row in its own folder, so that a sweep that resumes has those of earlier
-calls.
+What a run is stands in its own folder, and how it has ended in the folder of its job, so that a sweep that
+resumes has the runs of earlier calls.
 """
 
 import csv
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit import job_folder
 from trainkit.files import replacing
 from trainkit.jobs import job_log
-from trainkit.jobs.following import Handle, LocalHandle
+from trainkit.jobs.job_script import JOB, LOG
+from trainkit.jobs.sweep_plan import PlannedRun
 
 # In the folder of a run; in that of the sweep.
-ROW, TABLE = "ended.json", "sweep.csv"
+RUN, TABLE = "run.json", "sweep.csv"
 # Of the last line of a log, in characters: the whole is in the CSV.
 MOST_OF_A_LINE = 60
 
 
 @dataclass(frozen=True)
-class Row:
-    """How a run has ended.
+class Ended:
+    """How the job of a run has ended.
 
     Attributes:
-        settings: what it varies besides GPUs and batch size (--vary).
-        batch: the global batch size; None if the script is given none.
-        state: finished or failed.
-        seconds: how long its last start took; None if that is not known.
+        well: whether it ended without an error, and has nothing left to do.
+        seconds: how long it took; None if that is not known.
         exit_code: None if it is not known, as of a job that was killed with its node.
         last_line: the last one that the script itself has printed, on rank 0 or on the rank that failed.
     """
 
-    run: str
-    settings: dict[str, str]
-    gpus: int
-    nodes: int
-    batch: int | None
-    state: str
+    well: bool
     seconds: float | None
     exit_code: int | None
     last_line: str
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What is known of a job that has ended; see `Row`."""
+def describe(folder: Path, run: PlannedRun) -> None:
+    """Write into the folder of a run what it is.
 
-    seconds: float | None
-    exit_code: int | None
-    last_line: str
-
-
-def measured(handle: Handle) -> Measured:
-    """Return what is known of a job that has ended."""
-    if isinstance(handle, LocalHandle):
-        rank = next(iter(job_folder.notes(handle.folder, "failed")), 0)
-        return Measured(
-            _seconds_here(handle.folder), _exit_code_here(handle), job_log.last_line(_log(handle, rank))
-        )
-    outcome = job_folder.read_outcome(handle.folder)
-    if outcome is None:
-        return Measured(None, None, job_log.last_line(_log(handle, 0)))
-    lines = _log(handle, outcome.failed_rank or 0)
-    return Measured(outcome.seconds, outcome.exit_code, job_log.last_line(lines, said=outcome.said))
+    Its `settings` are what it varies besides GPUs and batch size; `batch` is None if it is given none.
+    """
+    description = {
+        "run": run.name,
+        "settings": dict(run.settings),
+        "gpus": run.shape.gpus,
+        "nodes": run.shape.nodes,
+        "batch": run.batch_size,
+        "tasks": run.shape.tasks,
+    }
+    with replacing(folder / RUN) as file:
+        json.dump(description, file, indent=1)
 
 
-def _log(handle: Handle, rank: int) -> list[str]:
-    return job_log.last_lines(job_log.of_rank(handle.log.parent, handle.job_id, rank))
+def ended(folder: Path) -> Ended:
+    """Return how the job of the run in `folder` has ended; not well if it has not, or has none."""
+    outcome = job_folder.read_outcome(folder / JOB)
+    if outcome:
+        line = job_log.last_line(_log(folder, outcome.failed_rank or 0), said=outcome.said)
+        return Ended(outcome.well, outcome.seconds, outcome.exit_code, line)
+    # A job on this machine, or one without its outcome.
+    rank = next(iter(job_folder.notes(folder / JOB, "failed")), 0)
+    exit_code = _exit_code_here(folder)
+    line = job_log.last_line(_log(folder, rank))
+    return Ended(exit_code == 0, _seconds_here(folder / JOB), exit_code, line)
 
 
-def _seconds_here(folder: Path) -> float | None:
+def _log(folder: Path, rank: int) -> list[str]:
+    log = (folder / LOG).resolve()
+    name = job_log.OF_A_RANK.sub("", log.name)
+    return job_log.last_lines(job_log.of_rank(log.parent, name, rank))
+
+
+def _seconds_here(job: Path) -> float | None:
     """Return how long a job on this machine took, by the times of its notes."""
-    notes = job_folder.notes(folder, "finished", "failed", "lost")
-    ended = [note.stat().st_mtime for note in notes.values()]
-    if not ended:
+    notes = job_folder.notes(job, "finished", "failed", "lost")
+    ended_at = [note.stat().st_mtime for note in notes.values()]
+    if not ended_at:
         return None
-    return round(max(ended) - (folder / job_folder.SCRIPT).stat().st_mtime, 1)
+    return round(max(ended_at) - (job / job_folder.SCRIPT).stat().st_mtime, 1)
 
 
-def _exit_code_here(handle: LocalHandle) -> int | None:
+def _exit_code_here(folder: Path) -> int | None:
     """Return the exit code of a job on this machine: that of the rank that failed first."""
-    if len(job_folder.notes(handle.folder, "finished")) == handle.tasks:
+    job = folder / JOB
+    finished = job_folder.notes(job, "finished")
+    if finished and len(finished) == _read(folder)["tasks"]:
         return 0
-    note = handle.folder / (job_folder.first_failed(handle.folder) or "none")
+    note = job / (job_folder.first_failed(job) or "none")
     # jobs/plain.py writes it.
     code = re.search(r"exit code (\d+)", job_folder.read(note))
     return int(code[1]) if code else None
 
 
-def keep(folder: Path, row: Row) -> None:
-    """Write the row of a run into its folder."""
-    with replacing(folder / ROW) as file:
-        json.dump(asdict(row), file, indent=1)
-
-
-def read(folder: Path) -> Row | None:
-    """Return the row of the run in `folder`; None if it has not ended so far."""
-    with suppress(OSError, ValueError, TypeError):
-        return Row(**json.loads((folder / ROW).read_text(encoding="utf-8")))
-    return None
-
-
-def has_finished(folder: Path) -> bool:
-    """Return whether the run in `folder` has ended well."""
-    row = read(folder)
-    return row is not None and row.state == "finished"
+def _read(folder: Path) -> dict:
+    return json.loads((folder / RUN).read_text(encoding="utf-8"))
 
 
 def write(sweep: Path) -> list[tuple[str, ...]]:
-    """Write the rows of all runs of a sweep to its CSV; return them as text to print, the titles first."""
-    of_folders = [read(path.parent) for path in sweep.glob(f"*/{ROW}")]
-    rows = [row for row in of_folders if row]
-    rows.sort(key=lambda row: (row.gpus, row.batch or 0, row.run))
-    names = list(dict.fromkeys(name for row in rows for name in row.settings))
+    """Write a row for each run that was sent to the CSV of a sweep; return them as text, the titles first."""
+    runs = [_read(path.parent) for path in sweep.glob(f"*/{RUN}")]
+    runs.sort(key=lambda run: (run["gpus"], run["batch"] or 0, run["run"]))
+    names = list(dict.fromkeys(name for run in runs for name in run["settings"]))
     titles = ("run", *names, "gpus", "nodes", "batch", "state", "seconds", "exit_code", "last_line")
-    table = [_cells(row, names) for row in rows]
+    table = [_cells(run, ended(sweep / run["run"]), names) for run in runs]
     with replacing(sweep / TABLE) as file:
         csv.writer(file, lineterminator="\n").writerows([titles, *table])
     shown = [titles]
@@ -131,7 +119,8 @@ def write(sweep: Path) -> list[tuple[str, ...]]:
     return shown
 
 
-def _cells(row: Row, names: Sequence[str]) -> tuple[str, ...]:
-    varied = [row.settings.get(name) for name in names]
-    cells = (row.run, *varied, row.gpus, row.nodes, row.batch, row.state, row.seconds, row.exit_code)
-    return (*("" if cell is None else str(cell) for cell in cells), row.last_line)
+def _cells(run: dict, end: Ended, names: Sequence[str]) -> tuple[str, ...]:
+    varied = [run["settings"].get(name) for name in names]
+    state = "finished" if end.well else "failed"
+    cells = (run["run"], *varied, run["gpus"], run["nodes"], run["batch"], state, end.seconds, end.exit_code)
+    return (*("" if cell is None else str(cell) for cell in cells), end.last_line)
