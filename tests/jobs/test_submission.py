@@ -322,6 +322,18 @@ echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv 
 exit 1"""
 
 
+def test_a_sweep_finds_in_the_queue_what_sbatch_did_not_name(on_cluster: Checkout) -> None:
+    on_cluster.pretend()
+    on_cluster.fake("sbatch", TIMED_OUT)
+    sweep = on_cluster.folder / "a sweep"
+    options = ("--stages", "single", "--gpus", 1, "--batch-size", 500, "--no-cuda", "--repeats", 2)
+    first = on_cluster.python("slurm/sweep.py", *options, "--out", sweep)
+    assert "not known whether Slurm has accepted" in one_error(first)
+    succeeded(on_cluster.python("slurm/sweep.py", *options, "--out", sweep))
+    assert len([*sweep.glob("logs/*_0_log.out")]) == 2
+    assert len([*sweep.glob("*/runs/*.csv")]) == 2 and (sweep / "comparison.csv").exists()
+
+
 def test_a_job_that_may_be_in_the_queue_keeps_its_folder(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,7 +194,7 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
     log = sweep / "train-1gpu-lr1-r1" / "log.out"
     with ThreadPoolExecutor() as background:
         killed = background.submit(on_cluster.python, "slurm/sweep.py", *own)
-        wait_until(lambda: log.exists() and "restart 0\n" in log.read_text())
+        wait_until(lambda: log.exists() and "lr 1 restart 0" in log.read_text())
         on_cluster.kill(on_cluster.folder / "slurm/sweep.py", sweep)
         assert killed.result().returncode == -signal.SIGKILL
     job = log.readlink().name.removesuffix("_0_log.out")

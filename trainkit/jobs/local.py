@@ -118,14 +118,12 @@ class Submitted(NamedTuple):
     """What submitit has sent from a folder.
 
     Attributes:
-        job_id: the number of the job, or of one of an array; "" if there is none so far.
+        job_id: the number of the job; "" if there is none so far.
         by_slurm: whether Slurm has it.
-        count: how many jobs have a number.
     """
 
     job_id: str
     by_slurm: bool
-    count: int
 
 
 def submitted(folder: Path) -> Submitted:
@@ -133,7 +131,7 @@ def submitted(folder: Path) -> Submitted:
     job_ids = [path.name.removesuffix("_submitted.pkl") for path in folder.glob("[0-9]*_submitted.pkl")]
     # A script's name has a dot in front if submit.py was killed.
     by_slurm = any(folder.glob("*submission*.sh"))
-    return Submitted(job_ids[-1] if job_ids else "", by_slurm, len(job_ids))
+    return Submitted(job_ids[-1] if job_ids else "", by_slurm)
 
 
 def outside_of_jobs() -> dict[str, str]:

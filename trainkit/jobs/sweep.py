@@ -254,7 +254,7 @@ class Sweep:
     def has_finished(self, run: PlannedRun) -> bool:
         """Return whether a run has ended well: by its CSV, or for a plain script by its job's outcome."""
         if self.plain:
-            return sweep_table.ended(self.folder / run.name).well
+            return sweep_table.has_finished(self.folder / run.name)
         return bool(self.finished_csvs(run.name))
 
     def finished_csvs(self, name: str = "*") -> list[Path]:

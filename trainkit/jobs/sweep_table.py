@@ -28,13 +28,11 @@ class Ended:
     """How the job of a run has ended.
 
     Attributes:
-        well: whether it ended without an error, and has nothing left to do.
         seconds: how long it took; None if that is not known.
         exit_code: None if it is not known, as of a job that was killed with its node.
         last_line: the last one that the script itself has printed, on rank 0 or on the rank that failed.
     """
 
-    well: bool
     seconds: float | None
     exit_code: int | None
     last_line: str
@@ -57,17 +55,25 @@ def describe(folder: Path, run: PlannedRun) -> None:
         json.dump(description, file, indent=1)
 
 
-def ended(folder: Path) -> Ended:
-    """Return how the job of the run in `folder` has ended; not well if it has not, or has none."""
+def has_finished(folder: Path) -> bool:
+    """Return whether the job of the run in `folder` ended without an error, and has nothing left to do."""
+    job = folder / JOB
+    outcome = job_folder.read_outcome(job)
+    if outcome:
+        return outcome.well
+    return _exit_code_here(folder) == 0 and job_folder.stopped(job) is None
+
+
+def _ended(folder: Path) -> Ended:
+    """Return how the job of the run in `folder` has ended."""
     outcome = job_folder.read_outcome(folder / JOB)
     if outcome:
         line = job_log.last_line(_log(folder, outcome.failed_rank or 0), said=outcome.said)
-        return Ended(outcome.well, outcome.seconds, outcome.exit_code, line)
+        return Ended(outcome.seconds, outcome.exit_code, line)
     # A job on this machine, or one without its outcome.
     rank = next(iter(job_folder.notes(folder / JOB, "failed")), 0)
-    exit_code = _exit_code_here(folder)
     line = job_log.last_line(_log(folder, rank))
-    return Ended(exit_code == 0, _seconds_here(folder / JOB), exit_code, line)
+    return Ended(_seconds_here(folder / JOB), _exit_code_here(folder), line)
 
 
 def _log(folder: Path, rank: int) -> list[str]:
@@ -107,7 +113,7 @@ def write(sweep: Path) -> list[tuple[str, ...]]:
     runs.sort(key=lambda run: (run["gpus"], run["batch"] or 0, run["run"]))
     names = list(dict.fromkeys(name for run in runs for name in run["settings"]))
     titles = ("run", *names, "gpus", "nodes", "batch", "state", "seconds", "exit_code", "last_line")
-    table = [_cells(run, ended(sweep / run["run"]), names) for run in runs]
+    table = [_cells(run, sweep / run["run"], names) for run in runs]
     with replacing(sweep / TABLE) as file:
         csv.writer(file, lineterminator="\n").writerows([titles, *table])
     shown = [titles]
@@ -119,8 +125,9 @@ def write(sweep: Path) -> list[tuple[str, ...]]:
     return shown
 
 
-def _cells(run: dict, end: Ended, names: Sequence[str]) -> tuple[str, ...]:
+def _cells(run: dict, folder: Path, names: Sequence[str]) -> tuple[str, ...]:
     varied = [run["settings"].get(name) for name in names]
-    state = "finished" if end.well else "failed"
+    state = "finished" if has_finished(folder) else "failed"
+    end = _ended(folder)
     cells = (run["run"], *varied, run["gpus"], run["nodes"], run["batch"], state, end.seconds, end.exit_code)
     return (*("" if cell is None else str(cell) for cell in cells), end.last_line)
