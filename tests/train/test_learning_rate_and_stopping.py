@@ -109,18 +109,28 @@ def test_all_ranks_end_together_and_patience_counts_over_a_resume(script: Script
 
 
 def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script, tmp_path: Path) -> None:
-    """The checkpoints in a job's own folder are removed when they are no longer needed."""
-    folder = tmp_path / "checkpoints"
-    place = ("--results-dir", tmp_path, "--checkpoint-dir", folder, "--resume", "auto", "--epochs", 3)
-    ended = [("accuracy 1.0 reached", 1)]
-    for limit, recorded, job, kept in (
-        (1, ended, {}, True),
-        (1, ended, {}, True),
-        (100, [("", 1), ("", 2), ("all epochs", 3)], {"TRAINKIT_JOB_DIR": str(tmp_path)}, False),
+    """Also with more epochs than it had. Of the checkpoints in a job's own folder it keeps the newest."""
+    job = {"TRAINKIT_JOB_DIR": str(tmp_path)}
+    for limit, epochs, env, last_epoch, ended in (
+        (1, 3, {}, 1, "accuracy 1.0 reached"),
+        (1, 3, {}, 1, "accuracy 1.0 reached"),
+        (100, 3, job, 3, "all epochs"),
+        (100, 3, job, 3, "all epochs"),
+        (100, 5, job, 5, "all epochs"),
     ):
-        succeeded(script("single", *SMALL, *place, "--stop-at", limit, env=job))
-        assert [(row["ended"], row["epoch"]) for row in rows_of(tmp_path)] == recorded
-        assert folder.exists() == kept
+        arguments = (*SMALL, *places(tmp_path), "--stop-at", limit, "--epochs", epochs)
+        succeeded(script("single", *arguments, env=env))
+        rows = [(row["epoch"], row["ended"]) for row in rows_of(tmp_path)]
+        assert rows == [*((epoch, "") for epoch in range(1, last_epoch)), (last_epoch, ended)]
+        (kept,) = (tmp_path / "checkpoints").glob("*.pt")
+        assert kept.name == f"epoch-{last_epoch + 1}-step-0.pt"
+    # A start that has nothing left to do writes none.
+    assert len(list((tmp_path / "runs").glob("*.csv"))) == 3
+
+    in_one_go = tmp_path / "in one go"
+    succeeded(script("single", *SMALL, "--epochs", 5, "--results-dir", in_one_go))
+    losses, expected = ([row["train_loss"] for row in rows_of(folder)] for folder in (tmp_path, in_one_go))
+    assert losses == expected
 
 
 def test_a_run_that_its_script_ends_early_says_so(script: Script, tmp_path: Path) -> None:

@@ -296,13 +296,11 @@ class Checkpointer:
         """Return whether there are checkpoints in the folder."""
         return bool(_checkpoints(self.folder))
 
-    def remove_all(self) -> None:
-        """Remove the checkpoints; rank 0 does."""
+    def keep_newest(self) -> None:
+        """Remove all checkpoints but the newest; rank 0 does."""
         if process_group.is_rank_0():
-            for path in _checkpoints(self.folder):
+            for path in _checkpoints(self.folder)[:-1]:
                 _remove(path)
-            (self.folder / LOCK).unlink(missing_ok=True)
-            self.folder.rmdir()
 
     # --- saving -------------------------------------------------------------------------------------
 

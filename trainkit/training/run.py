@@ -531,15 +531,14 @@ class Run:
             weights = unwrapped(self.model).state_dict()
         process_group.on_rank_0(lambda: self._finish_on_rank_0(weights))
         if self._checkpointer:
-            self._remove_checkpoints_of_a_job()
+            self._keep_newest_checkpoint_of_a_job()
 
-    def _remove_checkpoints_of_a_job(self) -> None:
-        """Remove the checkpoints in a job's own folder, which are not needed after the end."""
+    def _keep_newest_checkpoint_of_a_job(self) -> None:
+        """Of the checkpoints in a job's own folder keep the newest, from which more epochs can resume."""
         job = job_folder.here()
-        is_over = self._ended_early or self._next_epoch > self.options.epochs
-        if is_over and job and self._checkpointer.folder.resolve().is_relative_to(job.resolve()):
+        if job and self._checkpointer.folder.resolve().is_relative_to(job.resolve()):
             with suppress(OSError):  # the run went well
-                self._checkpointer.remove_all()
+                self._checkpointer.keep_newest()
 
     def _finish_on_rank_0(self, weights: dict[str, torch.Tensor]) -> None:
         if self.options.dry_run:
