@@ -2,6 +2,7 @@
 
 import random
 import re
+import signal
 import subprocess
 import textwrap
 from collections.abc import Callable
@@ -46,6 +47,20 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(forking: Forking, tm
     steps_of_ranks = set(done.stdout.partition("left after steps ")[2].split())
     assert len(steps_of_ranks) == 1
     assert 3 <= int(steps_of_ranks.pop()) < 9_999
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR2"])
+def test_a_signal_before_the_first_step_ends_a_script_as_without_a_checkpointer(
+    number: str, forking: Forking, tmp_path: Path
+) -> None:
+    """Seen: a script that only evaluates, and so never calls `step`, could only be ended by KILL."""
+    (tmp_path / "own.py").write_text(
+        "import os, signal, torch\nfrom trainkit.training.checkpoint import Checkpointer\n"
+        "Checkpointer({'model': torch.nn.Linear(1, 1)}).resume()\n"
+        f"os.kill(os.getpid(), signal.{number})\n"
+    )
+    told = forking.run(tmp_path / "own.py", env=ENVIRONMENT, cwd=tmp_path)
+    assert told.returncode == -signal.Signals[number], told.stderr
 
 
 # Ranks with unequal numbers of batches, as on the page about Join; one gets a signal within an epoch.
@@ -242,12 +257,13 @@ def test_killed_and_stopped_by_both_signals_a_loop_has_the_losses_of_one_never_s
     """To the last digit, with the signals to one rank only."""
     once = succeeded(own("once", how, ranks=ranks))
     assert len(_losses(once)) == 3 * (ranks or 1)
-    killed_in = random.randint(1, 14)
+    killed_in = random.randint(1, 12)
     killed = own("again", how, "SIGKILL", killed_in, ranks=ranks)
     assert killed.returncode != 0
     job = tmp_path / "again"
     outputs = [killed]
-    for number, disturbed_in in (("SIGUSR2", killed_in), ("SIGTERM", killed_in + 1)):
+    # Neither in the first step of a start, which hears no signal before its end.
+    for number, disturbed_in in (("SIGUSR2", killed_in + 1), ("SIGTERM", killed_in + 3)):
         (job / "stopped").unlink(missing_ok=True)
         stopped = succeeded(own("again", how, number, disturbed_in, ranks=ranks))
         assert "stopped after" in stopped.stdout, killed_in

@@ -105,8 +105,8 @@ class Checkpointer:
             step = 0
         checkpointer.finish()
 
-    Every rank creates one after the process group, and calls its methods at the same points. From its
-    creation on USR2 and SIGTERM do not end the process: `step` acts on them.
+    Every rank creates one after the process group, and calls its methods at the same points. From the first
+    `step` on USR2 and SIGTERM do not end the process: `step` acts on them.
 
     Args:
         parts: what is saved, by name: anything with a state_dict and load_state_dict, such as the network
@@ -156,7 +156,7 @@ class Checkpointer:
         self._settings = self._describe_training(settings or {}, any_world_size)
         self._seed = process_group.broadcast(torch.initial_seed())
         device = _device_of(parts)
-        self._stop_signal = StopSignal()
+        self._stop_signal: StopSignal | None = None
         self._agreement = Agreement(device)
         self._is_stopped = False
         self._has_resumed = False
@@ -197,11 +197,13 @@ class Checkpointer:
         if self._is_stopped:
             return True
         self._check_resumed()
+        if self._stop_signal is None:
+            self._stop_signal = StopSignal()
         self._steps_since_save += 1
         is_time = self._every_steps is not None and self._steps_since_save >= self._every_steps
         stop = False
         if self._agreement.is_due():
-            stop, minutes_are_over = self._agreement.ask(self.was_asked_to_stop(), self.is_due())
+            stop, minutes_are_over = self._agreement.ask(self._stop_signal.was_sent, self.is_due())
             is_time = is_time or stop or minutes_are_over
         if is_time:
             self.save(epoch, step)
@@ -253,10 +255,6 @@ class Checkpointer:
         self._wait()
 
     # --- what a Run asks for by itself ------------------------------------------------------------------
-
-    def was_asked_to_stop(self) -> bool:
-        """Return whether a signal came to this process; other ranks may have got none, or not yet."""
-        return self._stop_signal.was_sent
 
     def is_due(self) -> bool:
         """Return whether `every_minutes` are over since the last one; False on all ranks but 0.

@@ -38,7 +38,7 @@ from trainkit.training.evaluation import NOT_TESTED, Metric, PartialEpoch, Teste
 from trainkit.training.model import trained_weights, unwrapped
 from trainkit.training.state_file import save
 from trainkit.training.step_metrics import StepMetrics, check_finite
-from trainkit.training.stop_signal import Agreement
+from trainkit.training.stop_signal import Agreement, StopSignal
 from trainkit.training.weights import check_equal, check_whole
 
 if TYPE_CHECKING:
@@ -130,9 +130,10 @@ class Run:
             self.options.epochs, accuracy=self.options.stop_at, patience=self.options.patience
         )
         self._partial_epoch = EpochSoFar()
-        # Without checkpoints a signal ends the process, as it does without us.
         self._checkpointer = self._open_checkpoints() if self.options.checkpoint_dir else None
         self._agreement = Agreement(device)
+        # Without checkpoints a signal ends the process, as it does without us.
+        self._stop_signal = StopSignal() if self._checkpointer else None
         unblock_stop_signals()
         self._compute_time = ComputeTime(self.model, self.optimizer, device)
         self._drift: Drift | None = None
@@ -554,7 +555,7 @@ class Run:
             print_line(f"weights: {path}")
 
     def _was_asked_to_stop(self) -> bool:
-        return self._checkpointer is not None and self._checkpointer.was_asked_to_stop()
+        return self._stop_signal is not None and self._stop_signal.was_sent
 
     def _is_checkpoint_due(self) -> bool:
         return self._checkpointer is not None and self._checkpointer.is_due()
