@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from cluster import RunningCluster
 from conftest import AROUND, BY_FEATURE, ENVIRONMENT, REPOSITORY, STOPS, TESTED, rows_of, succeeded
 from forking import Forking
 
-from trainkit.advice.report import AnswerText
-from trainkit.advice.scaling import Shape
 from trainkit.compare import comparison
 from trainkit.compare.report import verdict
 from trainkit.record import records
@@ -255,9 +252,6 @@ def test_its_own_loop_is_recorded_stops_and_resumes_and_is_compared(
     }
     assert set(rows.optimizer) == {"Adadelta rho=0.9 eps=1e-06 weight_decay=0"}
     assert set(rows.arguments) == {""}  # they say where, how long, and how many in a batch
-    run = SimpleNamespace(stage="recorded", shape=Shape(devices=4, nodes=1, batch=25), epochs=3)
-    command = AnswerText.command(SimpleNamespace(rows=rows, on_cpu=False), run)
-    assert command == "python 03_multigpu_ddp/submit.py --gpus 4 --plain YOUR_SCRIPT.py"
     losses = [group.train_loss.iloc[-1] for _, group in rows.groupby("devices")]
     assert losses == pytest.approx([0.5, 0.5], abs=0.2)
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,12 +31,6 @@ SURE = 0.9
 # The share of the draws in which a choice keeps a limit surely, and as likely as not.
 SURELY = 0.95
 AS_LIKELY_AS_NOT = 0.5
-# Equal runs after which another one would add little.
-ENOUGH_RUNS = 3
-# Possible results of a run that are told apart, to estimate what will be known after it.
-RESULTS_OF_A_RUN = 5
-# The least gain in the share of sure draws that makes a run worth its cost.
-LEAST_GAIN = 0.02
 BYTES_OF_A_GRADIENT = 4
 SECONDS_OF_AN_HOUR = 3600
 
@@ -76,16 +69,6 @@ def interval(values: np.ndarray) -> Interval:
     return Interval(*np.percentile(values, INTERVAL, method="nearest").tolist())
 
 
-class NextRun(NamedTuple):
-    """A run that would help, its epochs, and its largest cost in device-hours."""
-
-    stage: str
-    shape: Shape
-    epochs: int
-    hours: float
-    shows: str
-
-
 @dataclass(frozen=True)
 class Option:
     """One way to train, and `DRAWS` equally likely values of each of its numbers.
@@ -96,8 +79,6 @@ class Option:
         efficiency: speedup over one device, divided by the devices; NaN if unknown.
         efficiency_at: what is equal on the one device: "global batch" or "batch per device".
         seconds: start, training and evaluations; infinite if the target was not reached.
-        next_epochs: of a run that would measure it.
-        next_hours: device-hours of that run.
         break_even: images per epoch from which it finishes before one device, or NaN.
     """
 
@@ -109,8 +90,6 @@ class Option:
     efficiency: np.ndarray
     efficiency_at: str
     seconds: np.ndarray
-    next_epochs: int
-    next_hours: float
     break_even: np.ndarray
 
     @property
@@ -122,17 +101,13 @@ class Option:
         """Device-hours."""
         return self.shape.devices * self.seconds / SECONDS_OF_AN_HOUR
 
-    def next_run(self, shows: str) -> NextRun:
-        """Return the run that measures this option."""
-        return NextRun(self.stage, self.shape, self.next_epochs, self.next_hours, shows)
-
 
 @dataclass(frozen=True)
 class Answer:
     """The answer that one set of runs supports.
 
     `sure` is the share of the draws in which nothing is better than `best` by more than `AS_GOOD`.
-    `next_runs` exist if it is below `SURE`, cheapest first. `unknown` lists what is not predicted.
+    `unknown` lists what is not predicted.
     """
 
     goal: str
@@ -140,7 +115,6 @@ class Answer:
     best: Option | None
     why: str
     sure: float
-    next_runs: list[NextRun]
     unknown: list[str]
     models: dict[str, Scaling]
 
@@ -159,22 +133,15 @@ def advise(rows: pd.DataFrame, constraints: Constraints, all_reduces: Sequence[A
         reasons = "; ".join(predicted.unknown) or "no batch divides evenly among the devices"
         raise UserError(f"none of the choices can be predicted ({reasons}): give different ones.")
     choice = choose(predicted.options, constraints)
-    missing = predicted.missing_runs
-    if missing and all(option.shape.devices == 1 for option in predicted.options):
-        reasons = "; ".join(missing)
+    if predicted.why_not_several and all(option.shape.devices == 1 for option in predicted.options):
+        reasons = "; ".join(predicted.why_not_several)
         choice = choice._replace(best=None, why=f"runs on one device say nothing about several: {reasons}")
-    next_runs: list[NextRun] = []
-    if choice.sure < SURE:
-        if choice.best:
-            next_runs = _runs_to_be_sure(choice)
-        next_runs = sorted(next_runs or missing.values(), key=attrgetter("hours"))
     return Answer(
         goal=runs.epochs.goal,
         options=predicted.options,
         best=choice.best,
         why=choice.why,
         sure=choice.sure,
-        next_runs=next_runs,
         unknown=predicted.unknown,
         models=models,
     )
@@ -217,11 +184,11 @@ def read_all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[Al
 
 
 class FoundOptions(NamedTuple):
-    """The options, clauses on what is not predicted, and for each reason the cheapest run that mends it."""
+    """The options, clauses on what is not predicted, and the reasons why that is so on several devices."""
 
     options: list[Option]
     unknown: list[str]
-    missing_runs: dict[str, NextRun]
+    why_not_several: list[str]
 
 
 def find_options(runs: RunSet, models: dict[str, Scaling], constraints: Constraints) -> FoundOptions:
@@ -229,7 +196,7 @@ def find_options(runs: RunSet, models: dict[str, Scaling], constraints: Constrai
     options: dict[tuple[str, Shape], Option] = {}
     # By the name of the stage, and the reason.
     unknown_shapes: dict[tuple[str, str], list[str]] = {}
-    missing_runs: dict[str, NextRun] = {}
+    why_not_several: list[str] = []
     for stage, model in models.items():
         for shape in _shapes(runs, model, constraints):
             # On one device all stages of the tutorial are stage single, if that was measured.
@@ -239,20 +206,19 @@ def find_options(runs: RunSet, models: dict[str, Scaling], constraints: Constrai
                 if (name, shape) not in options:
                     options[name, shape] = predict_option(runs, name, shape, model)
                 continue
+            if shape.devices > 1 and why_unknown not in why_not_several:
+                why_not_several.append(why_unknown)
             reason = why_unknown
             if shape.nodes > 1 and not constraints.gpus_per_node:
                 # It is on several nodes only because no larger node was seen.
                 reason += " (if a node has more GPUs than were used, give --gpus-per-node N)"
             in_words = f"x{shape.devices} with batch {shape.global_batch}"
             unknown_shapes.setdefault((comparison.stage_name(stage), reason), []).append(in_words)
-            run = _missing_run(runs, name, shape, model, why_unknown)
-            if run and (why_unknown not in missing_runs or run.hours < missing_runs[why_unknown].hours):
-                missing_runs[why_unknown] = run
     unknown = [
         f"{stage_name} {', '.join(shapes)}: {reason}"
         for (stage_name, reason), shapes in unknown_shapes.items()
     ]
-    return FoundOptions(list(options.values()), unknown, missing_runs)
+    return FoundOptions(list(options.values()), unknown, why_not_several)
 
 
 def _shapes(runs: RunSet, model: Scaling, constraints: Constraints) -> list[Shape]:
@@ -313,8 +279,6 @@ def predict_option(runs: RunSet, stage: str, shape: Shape, model: Scaling) -> Op
         efficiency=efficiency,
         efficiency_at=efficiency_at,
         seconds=overhead + epochs * steps * step,
-        next_epochs=runs.epochs.of_next_run,
-        next_hours=_next_run_hours(runs, shape, shape, model),
         break_even=_break_even(more_overhead, gained_per_image),
     )
 
@@ -337,31 +301,6 @@ def _break_even(more_overhead: np.ndarray, gained_per_image: np.ndarray) -> np.n
     images = np.where(gained_per_image > 0, images, math.inf)
     images = np.where(np.isnan(gained_per_image), math.nan, images)
     return np.where(images < 1, 0, images)
-
-
-def _missing_run(runs: RunSet, stage: str, shape: Shape, model: Scaling, why_unknown: str) -> NextRun | None:
-    """Return the run that would measure what is not predicted; None if its cost is unknown."""
-    on_one_device = shape.on_one_device()
-    if shape != on_one_device and model.why_unknown(on_one_device):
-        return None
-    if not np.isfinite(runs.epochs.draw(on_one_device.batch)).any():
-        return None
-    return NextRun(
-        stage=stage,
-        shape=shape,
-        epochs=runs.epochs.of_next_run,
-        hours=_next_run_hours(runs, shape, on_one_device, model),
-        shows=f"what is missing ({why_unknown})",
-    )
-
-
-def _next_run_hours(runs: RunSet, shape: Shape, timed_as: Shape, model: Scaling) -> float:
-    """Return the device-hours of a run that measures `shape`, if it is as fast as `timed_as`."""
-    epochs = runs.epochs.of_next_run
-    steps = runs.images // timed_as.global_batch
-    training = epochs * steps * float(np.median(model.step_seconds(timed_as)))
-    overhead = float(runs.overhead.seconds(timed_as.devices, epochs))
-    return shape.devices * (overhead + training) / SECONDS_OF_AN_HOUR
 
 
 # --- the choice -------------------------------------------------------------------------------------
@@ -429,21 +368,3 @@ def choose(options: list[Option], constraints: Constraints) -> Choice:
 def _is_kept_by_one(keeps: np.ndarray) -> bool:
     """Return whether an option keeps a rule as likely as not; `keeps` is (options, draws)."""
     return bool((keeps.mean(axis=1) >= AS_LIKELY_AS_NOT).any())
-
-
-def _runs_to_be_sure(choice: Choice) -> list[NextRun]:
-    """Return the runs after which a choice would be sure in more cases, of those that show the most."""
-    sure_now = choice.is_good.mean(axis=1).max()
-    gain_of_run: list[tuple[float, NextRun]] = []
-    for option in choice.options:
-        if option.runs >= ENOUGH_RUNS:
-            continue
-        # The run's result shows which part of the draws holds the truth; choose again among those.
-        order = np.argsort(option.seconds, kind="stable")
-        draws_of_results = np.array_split(order, RESULTS_OF_A_RUN)
-        sure_then = np.mean([choice.is_good[:, draws].mean(axis=1).max() for draws in draws_of_results])
-        if sure_then > sure_now + LEAST_GAIN:
-            shows = f"a sure choice in {100 * sure_then:.0f} % of cases instead of {100 * sure_now:.0f} %"
-            gain_of_run.append((sure_then - sure_now, option.next_run(shows)))
-    most = max((gain for gain, _ in gain_of_run), default=0)
-    return [run for gain, run in gain_of_run if gain >= most / 2]

@@ -17,7 +17,6 @@ from trainkit.advice.advice import (
     SURE,
     Answer,
     Constraints,
-    NextRun,
     Option,
     advise,
     interval,
@@ -26,19 +25,8 @@ from trainkit.advice.advice import (
 from trainkit.advice.run_set import NamedRuns, sets
 from trainkit.advice.scaling import Scaling
 from trainkit.compare import comparison, doubts, page
-from trainkit.compare.page import Command, Heading, Page
+from trainkit.compare.page import Heading, Page
 from trainkit.errors import UserError, print_line
-from trainkit.record.columns import (
-    COLUMNS,
-    DDP,
-    OWN_LOOP,
-    OWN_OPTIMIZER,
-    SINGLE,
-    STAGE_FOLDERS,
-    UNKNOWN,
-    Role,
-    lr_factor,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +43,6 @@ LEGEND = (
     "above which such a run, start-up included, finishes before a run on one device; 0 means any number."
 )
 HOW_FAR_TO_TRUST = "How far may I trust this?"
-TO_KNOW_BETTER = "To know better"
 NOT_REACHED = "not reached"
 
 
@@ -117,13 +104,6 @@ def _choose_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
 # --- answers that cannot be right -------------------------------------------------------------------
 
 
-class _Objection(NamedTuple):
-    """Why runs cannot be right, and the number of devices of those in doubt; None for any."""
-
-    why: str
-    devices: int | None = None
-
-
 def checked(answer: Answer) -> Answer:
     """Return the answer, without a recommendation if the runs cannot be right or no model explains them."""
     model = _model_of(answer)
@@ -132,57 +112,41 @@ def checked(answer: Answer) -> Answer:
     )
     if not objection:
         return answer
-    in_doubt = [
-        option
-        for option in answer.options
-        if option.runs
-        and np.isfinite(np.median(option.seconds))
-        and objection.devices in (None, option.shape.devices)
-    ]
-    cheapest = sorted(in_doubt, key=lambda option: option.next_hours)[:1]
-    return replace(
-        answer,
-        best=None,
-        why=f"{objection.why}: measure again",
-        sure=0.0,
-        next_runs=[option.next_run("whether the machine was quiet") for option in cheapest],
-    )
+    return replace(answer, best=None, why=f"{objection}: measure again", sure=0.0)
 
 
-def _equal_runs_differ(model: Scaling) -> _Objection | None:
+def _equal_runs_differ(model: Scaling) -> str:
+    """Return why the runs cannot be right, as a clause; "" if they can. So do the next two."""
     factor_of = {}
     for shape, runs in model.measured.items():
         medians = [np.median(run) for run in runs]
         factor_of[shape] = max(medians) / min(medians)
     shape = max(factor_of, key=lambda shape: (factor_of[shape], shape))
     if factor_of[shape] <= MOST_FACTOR_OF_EQUAL_RUNS:
-        return None
-    return _Objection(
+        return ""
+    return (
         f"equal runs on {shape.devices} device(s), {shape.batch} images on each, differ by a factor of "
-        f"{factor_of[shape]:.1f}, as before and after a repair (give only the files that are still valid)",
-        devices=shape.devices,
+        f"{factor_of[shape]:.1f}, as before and after a repair (give only the files that are still valid)"
     )
 
 
-def _all_efficiencies_are_too_high(answer: Answer) -> _Objection | None:
+def _all_efficiencies_are_too_high(answer: Answer) -> str:
     medians = [
         np.median(option.efficiency)
         for option in answer.options
         if option.shape.devices > 1 and option.runs and np.isfinite(option.efficiency).all()
     ]
     if not medians or min(medians) <= doubts.MOST_EFFICIENCY:
-        return None
-    return _Objection(
-        "all efficiencies are above 100 %, so the runs on one device must have been disturbed", devices=1
-    )
+        return ""
+    return "all efficiencies are above 100 %, so the runs on one device must have been disturbed"
 
 
-def _model_explains_nothing(model: Scaling) -> _Objection | None:
+def _model_explains_nothing(model: Scaling) -> str:
     error = model.errors[model.model]
     # It is not if the error is NaN.
     if not error > MOST_ERROR:
-        return None
-    return _Objection(
+        return ""
+    return (
         f"no model explains these runs: the best, {model.model}, is off by {100 * error:.0f} % on runs that "
         "were left out of its fit"
     )
@@ -196,13 +160,6 @@ def _model_of(answer: Answer) -> Scaling:
 
 
 # --- the answer in words ----------------------------------------------------------------------------
-
-
-class UsefulRun(NamedTuple):
-    """A run that would help: its use and cost in words, and the command that starts it."""
-
-    use: str
-    command: str
 
 
 class AnswerText:
@@ -333,74 +290,6 @@ class AnswerText:
         """List what is not predicted, and why."""
         return [f"Not predicted: {clause}." for clause in self.answer.unknown]
 
-    def next_runs(self) -> list[UsefulRun]:
-        """Return the runs that would help, cheapest first."""
-        best = self.answer.best
-        runs = self.answer.next_runs
-        if best and not best.runs and not runs:
-            runs = [best.next_run("whether the prediction holds")]
-        is_tutorial = self.rows.stage.isin(comparison.TUTORIAL_STAGES).any()
-        with_what = "" if is_tutorial else " (with your script and its own options)"
-        useful = []
-        for run in runs:
-            use = f"{run.shows}, for {number(run.hours)} {self.hours} at most{with_what}"
-            useful.append(UsefulRun(use, self.command(run)))
-        return useful
-
-    def command(self, run: NextRun) -> str:
-        """Return the command that starts the run from the top folder, with the settings of the set."""
-        row = self.rows.iloc[0]
-        words: list[object] = []
-        if self.on_cpu:
-            words.append(f"OMP_NUM_THREADS={row.threads_per_worker}")
-        words += ["python", f"{STAGE_FOLDERS.get(run.stage, STAGE_FOLDERS[DDP])}/submit.py"]
-        layout: list[object] = []
-        if run.stage != SINGLE:
-            layout += ["--gpus", run.shape.devices]
-        if run.shape.nodes > 1:
-            layout += ["--nodes", run.shape.nodes]
-        if row.recipe == OWN_LOOP:
-            # Its other options are not ours.
-            return _shell_line([*words, *layout, "--plain", "YOUR_SCRIPT.py"])
-        if run.stage not in comparison.TUTORIAL_STAGES:
-            words += ["--script", "YOUR_SCRIPT.py"]
-        words += layout
-        batch = run.shape.global_batch
-        words += ["--batch-size", batch, "--epochs", run.epochs, "--train-size", self.rows.images.max()]
-        seeds = self.rows.seed[self.rows.global_batch == batch]
-        if len(seeds):
-            # With an earlier run's seed it would learn the same again.
-            words += ["--seed", seeds.max() + 1]
-        words += _setting_options(row)
-        if self.on_cpu:
-            words.append("--no-cuda")
-        return _shell_line(words)
-
-
-def _setting_options(row: pd.Series) -> list[object]:
-    """Return the options of a stage that give a run the settings of this row, without its sizes."""
-    values = row.to_dict()
-    if row.dataset != "synthetic":
-        # The data of a script of one's own is no word of that option.
-        values["dataset"] = COLUMNS["dataset"].default
-    if row.recipe == OWN_OPTIMIZER:
-        # The script makes it itself.
-        values["recipe"] = COLUMNS["recipe"].default
-    if row.lr != UNKNOWN:
-        # The option is for the rate before the rule by which it grows with the batch.
-        values["lr"] = f"{float(row.lr) / lr_factor(row.lr_scale, row.global_batch):.4g}"
-    options: list[object] = []
-    for name in comparison.MUST_BE_EQUAL:
-        column = COLUMNS[name]
-        value = values[name]
-        if not column.option or column.role == Role.SIZE or value in (column.default, UNKNOWN):
-            continue
-        options.append(column.option)
-        is_flag = column.default is False
-        if not is_flag:
-            options.append(value)
-    return options
-
 
 def _shell_line(words: list[object]) -> str:
     return shlex.join(map(str, words))
@@ -518,12 +407,6 @@ def _print(answer: AnswerText, notes: list[str]) -> None:
     sentences = [answer.legend(), *marks, *answer.unknown(), *notes]
     print_line("\n".join(map(page.wrapped, sentences)) + "\n")
     print_line(page.wrapped(f"{HOW_FAR_TO_TRUST} {' '.join(answer.trust())}") + "\n")
-    runs = answer.next_runs()
-    if runs:
-        print_line(f"{TO_KNOW_BETTER}, the cheapest run first:")
-        for run in runs:
-            print_line(f"{page.wrapped(run.use)}:\n    {run.command}")
-        print_line("Then ask again, and also give results/runs, the folder that it writes to.\n")
 
 
 def _on_two_lines(table: pd.DataFrame) -> pd.DataFrame:
@@ -543,11 +426,6 @@ def _page(answer: AnswerText, notes: list[str], written: list[str]) -> Page:
         Heading(HOW_FAR_TO_TRUST),
         " ".join(answer.trust()),
     ]
-    runs = answer.next_runs()
-    if runs:
-        blocks.append(Heading(TO_KNOW_BETTER))
-    for run in runs:
-        blocks += [f"{run.use}:", Command(run.command)]
     return Page(f"How many {answer.unit}s?", blocks, written)
 
 

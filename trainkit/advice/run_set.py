@@ -12,8 +12,6 @@ from trainkit.compare import comparison
 from trainkit.errors import UserError
 from trainkit.record.columns import COLUMNS, DDP, DP, SINGLE, lr_factor
 
-# Of a run that measures a speed: one to warm up, two to measure.
-EPOCHS_TO_MEASURE = 3
 # In logarithms: the scatter of the epochs needed, per doubling from a batch that was tried.
 EPOCHS_SCATTER = 0.3
 # What is equal in all runs of a set. The models describe the batch; of the learning rate only the part that
@@ -140,13 +138,9 @@ class Overhead:
 
 
 class EpochsNeeded(Protocol):
-    """How many epochs a training takes, by its batch.
-
-    `goal` names what is reached then, and `of_next_run` is the number of epochs of a run that measures it.
-    """
+    """How many epochs a training takes, by its batch; `goal` names what is reached then."""
 
     goal: str
-    of_next_run: int
 
     def draw(self, batch: int) -> np.ndarray:
         """Draw equally likely numbers, (draws,); infinite if the goal is missed."""
@@ -161,7 +155,6 @@ class FixedEpochs:
 
     epochs: int
     goal: str
-    of_next_run: int = EPOCHS_TO_MEASURE
 
     def draw(self, batch: int) -> np.ndarray:
         return np.full(DRAWS, float(self.epochs))
@@ -178,14 +171,14 @@ class EpochsToTarget:
         target: in %.
         accuracy_error: the standard deviation of an accuracy, in %.
         curves: by batch the test accuracies of its runs, (seeds, epochs).
-        of_next_run: as many epochs as the other runs had, as the next one may need them too.
+        most_epochs: that count of a run.
     """
 
     target: float
     accuracy_error: float
     curves: dict[int, np.ndarray]
     goal: str
-    of_next_run: int
+    most_epochs: int
 
     def is_guessed(self, batch: int) -> bool:
         return batch not in self.curves
@@ -203,9 +196,9 @@ class EpochsToTarget:
     def _draw_from_other_batches(self, batch: int, random: np.random.Generator) -> np.ndarray:
         """Draw around what lies between the batches that were tried, further apart the further they are."""
         # A batch that did not reach the target needs at least one epoch more than it had.
-        most_epochs = self.of_next_run + 1
+        missed = self.most_epochs + 1
         medians = [
-            np.median(np.minimum(_first_epoch(curves >= self.target), most_epochs))
+            np.median(np.minimum(_first_epoch(curves >= self.target), missed))
             for curves in self.curves.values()
         ]
         doublings = [math.log2(tried) for tried in self.curves]
@@ -248,7 +241,7 @@ def _epochs_to_target(rows: pd.DataFrame, target: float, most_epochs: int, goal:
         accuracy_error=_accuracy_error(target, rows),
         curves={batch: of_batch for batch, of_batch in curves.items() if len(of_batch)},
         goal=goal,
-        of_next_run=most_epochs,
+        most_epochs=most_epochs,
     )
 
 

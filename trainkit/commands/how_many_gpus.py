@@ -1,4 +1,4 @@
-"""How many GPUs to ask for: time and cost according to your runs, how sure that is, and what would help.
+"""How many GPUs to ask for: time and cost according to your runs, and how sure that is.
 
 Try: python results/how_many_gpus.py results/runs --target 97 --deadline 00:30:00
 """
@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 
-from trainkit.advice.advice import Constraints, NextRun, Option, interval
+from trainkit.advice.advice import Constraints, Option, interval
 from trainkit.advice.report import AnswerText, answer_for, report
 from trainkit.config.command_line import Parser, above_0, at_least, duration, given_path, list_of
 from trainkit.errors import REPOSITORY, entrypoint
@@ -40,21 +40,12 @@ def main() -> int:
 def _as_json(text: AnswerText) -> dict[str, object]:
     """Return the answer for a program; intervals are [low, middle, high], None without a number."""
     answer = text.answer
-    probes = []
-    for next_run in answer.next_runs:
-        probe = _what_runs(next_run)
-        probe["epochs"] = next_run.epochs
-        probe["gpu_hours"] = float(next_run.hours)
-        probe["tells"] = next_run.shows
-        probe["command"] = text.command(next_run)
-        probes.append(probe)
     return {
         "goal": answer.goal,
         "why": text.why,
         "sure": answer.sure,
         "best": _option(answer.best) if answer.best else None,
         "options": [_option(option) for option in answer.options],
-        "probes": probes,
         "unknown": answer.unknown,
         "sentence": text.answered(),
     }
@@ -68,21 +59,17 @@ def _option(option: Option) -> dict[str, object]:
         "efficiency": option.efficiency,
         "break_even_images": option.break_even,
     }
-    fields = _what_runs(option)
+    # Numbers of pandas are none that JSON knows.
+    fields: dict[str, object] = {
+        "stage": option.stage,
+        "devices": int(option.shape.devices),
+        "nodes": int(option.shape.nodes),
+        "global_batch": int(option.shape.global_batch),
+    }
     for name, values in draws.items():
         fields[name] = [value if math.isfinite(value) else None for value in interval(values)]
     fields["basis"] = option.basis
     return fields
-
-
-def _what_runs(run: Option | NextRun) -> dict[str, object]:
-    # Numbers of pandas are none that JSON knows.
-    return {
-        "stage": run.stage,
-        "devices": int(run.shape.devices),
-        "nodes": int(run.shape.nodes),
-        "global_batch": int(run.shape.global_batch),
-    }
 
 
 def _parse() -> argparse.Namespace:

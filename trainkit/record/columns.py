@@ -1,7 +1,7 @@
 """The columns of a run's record, each declared once: how to read it, what it says of a run, how to print it.
 
-What a file must have, what must be equal in runs that are compared, how a configuration reads, and the
-options of a proposed run all follow from `COLUMNS`. Also the words of options and records, each once.
+What a file must have, what must be equal in runs that are compared, and how a configuration reads all
+follow from `COLUMNS`. Also the words of options and records, each once.
 """
 
 import math
@@ -62,10 +62,9 @@ class Column:
         role: what it says of a run.
         words: its name in a sentence.
         label: how a value reads in a label.
-        option: the option of the stages that sets it.
-        default: that option's default, and the value for a training that does not know its own, or whose
-            file is older than the column; it goes without saying in a label. None: every training knows it,
-            and every file has it.
+        default: that of the option that sets it, and the value for a training that does not know its own,
+            or whose file is older than the column; it goes without saying in a label. None: every training
+            knows it, and every file has it.
         unlabelled: the value that goes without saying in a label, if that is not the default.
         determined_by: the columns that determine it. A label leaves it out if they do, and if the first of
             them differs between two runs, that explains why this one differs.
@@ -75,7 +74,6 @@ class Column:
     role: Role
     words: str = ""
     label: str = ""
-    option: str = ""
     default: object = None
     unlabelled: object = None
     determined_by: tuple[str, ...] = ()
@@ -138,7 +136,7 @@ COLUMNS: dict[str, Column] = {
     "launcher": Column(str, Role.FACT),
     "epoch": Column(whole(1), Role.MEASUREMENT),
     "warmup": Column(flag, Role.MEASUREMENT),
-    "dataset": Column(str, Role.TASK, words="dataset", option="--dataset", default="mnist"),
+    "dataset": Column(str, Role.TASK, words="dataset", default="mnist"),
     "model": Column(str, Role.TASK, words="model"),
     # The number of loader workers says that there are some.
     "loader": Column(
@@ -146,7 +144,6 @@ COLUMNS: dict[str, Column] = {
         Role.LOADING,
         words="loader",
         label="{} loader",
-        option="--loader",
         default="resident",
         unlabelled="workers",
     ),
@@ -156,7 +153,6 @@ COLUMNS: dict[str, Column] = {
         Role.TRAINING,
         words="recipe",
         label="{}",
-        option="--recipe",
         default="classic",
         unlabelled="",
     ),
@@ -165,7 +161,6 @@ COLUMNS: dict[str, Column] = {
         Role.TRAINING,
         words="learning rate",
         label="lr {}",
-        option="--lr",
         default=math.nan,
         unlabelled=UNKNOWN,
         determined_by=("recipe", "lr_scale", "global_batch"),
@@ -175,25 +170,19 @@ COLUMNS: dict[str, Column] = {
         Role.TRAINING,
         words="gamma",
         label="gamma {}",
-        option="--gamma",
         default=math.nan,
         unlabelled=UNKNOWN,
         determined_by=("recipe",),
     ),
-    "lr_scale": Column(
-        str, Role.TRAINING, words="--lr-scale", label="{} lr scale", option="--lr-scale", default="none"
-    ),
+    "lr_scale": Column(str, Role.TRAINING, words="--lr-scale", label="{} lr scale", default="none"),
     "lr_warmup_images": Column(
         whole(0),
         Role.TRAINING,
         words="--lr-warmup-images",
         label="lr warm-up {}",
-        option="--lr-warmup-images",
         default=0,
     ),
-    "width": Column(
-        whole(1), Role.TRAINING, words="width", label="width {}", option="--width", default=DEFAULT_WIDTH
-    ),
+    "width": Column(whole(1), Role.TRAINING, words="width", label="width {}", default=DEFAULT_WIDTH),
     # 0 if it is not known.
     "parameters": Column(
         whole(0),
@@ -222,21 +211,18 @@ COLUMNS: dict[str, Column] = {
         Role.LOADING,
         words="loader workers",
         label="{} loader workers",
-        option="--num-workers",
         default=0,
     ),
     "threads_per_worker": Column(whole(1), Role.LOADING, words="threads per worker", label="threads {}"),
-    "global_batch": Column(whole(1), Role.SIZE, words="global batch", option="--batch-size"),
+    "global_batch": Column(whole(1), Role.SIZE, words="global batch"),
     "batch_per_device": Column(whole(1), Role.FACT),
     "accumulate": Column(
         whole(1), Role.SIZE, words="micro-batches per step", label="accumulate {}", default=1
     ),
-    "precision": Column(str, Role.COMPUTING, words="precision", label="{}", option="--precision"),
-    "debug": Column(
-        flag, Role.COMPUTING, words="--debug", label="with --debug", option="--debug", default=False
-    ),
+    "precision": Column(str, Role.COMPUTING, words="precision", label="{}"),
+    "debug": Column(flag, Role.COMPUTING, words="--debug", label="with --debug", default=False),
     "steps": Column(whole(1), Role.MEASUREMENT),
-    "images": Column(whole(1), Role.SIZE, words="images per epoch", label="{} images", option="--train-size"),
+    "images": Column(whole(1), Role.SIZE, words="images per epoch", label="{} images"),
     "train_seconds": Column(number(above=0), Role.MEASUREMENT),
     "images_per_s": Column(number(above=0), Role.MEASUREMENT),
     "test_images": Column(whole(0), Role.FACT, default=0),
@@ -252,7 +238,7 @@ COLUMNS: dict[str, Column] = {
     "elapsed_s": Column(number(least=0), Role.MEASUREMENT),
     "recorded_at": Column(str, Role.FACT),
     "ended": Column(str, Role.FACT, default=""),
-    "seed": Column(whole(0), Role.REPEAT, option="--seed", default=1),
+    "seed": Column(whole(0), Role.REPEAT, default=1),
     "job_id": Column(str, Role.FACT),
     "node_list": Column(str, Role.FACT),
     "torch_version": Column(str, Role.FACT),
