@@ -155,7 +155,7 @@ def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
         (mended,): "factor of 2.0",
         (runs(tmp_path / "one", counts=(1,), batches=(256,)),): "on one device",
         (runs(tmp_path / "fast", too_fast),): "efficiencies are above 100 %",
-        (runs(tmp_path / "off", lambda n, b: 1 / b if n == 1 else b / 1e6),): "no model",
+        (runs(tmp_path / "off", lambda n, b: 1 / b if n == 1 else b / 1e6),): "does not explain",
         (mixed,): "1: device NVIDIA A100 (9 runs); 2: device NVIDIA H200 (9 runs)",
         (mixed, "--set", 3): "--set N",
         (law, "--gpus", 3): "no batch divides",

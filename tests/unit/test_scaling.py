@@ -1,4 +1,4 @@
-"""The models of how a step scales: laws whose truth is known, points left out of real runs, and limits."""
+"""The model of how a step scales: laws whose truth is known, points left out of real runs, and limits."""
 
 import runpy
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_a_ring_is_found_again(counts: tuple[int, ...]) -> None:
 def test_of_proportional_costs_the_first_one_counts() -> None:
     """Bytes and rounds of a single count cannot be told apart, and rounding must not choose between them."""
     shapes = np.array([Shape(devices, 1, batch) for devices in (1, 4) for batch in (64, 96)], float)
-    columns = scaling._shared_columns(shapes)
+    columns = scaling._columns(shapes)
     random = np.random.default_rng(0)
     costs = np.exp(random.normal(np.log([0.01, 0.001, 0.01]), 1, (400, 3)))
     noise = np.exp(random.normal(0, 0.05, (400, len(shapes))))

@@ -159,7 +159,7 @@ def by_law(rows: list[dict[str, object]], column: str) -> "pd.api.typing.DataFra
 
 
 def draw_law(random: np.random.Generator) -> Law:
-    """Draw a law of one of five kinds; the last two are none of the models'."""
+    """Draw a law of one of five kinds; the last three are not of the form of the model."""
     kind = str(random.choice(["amdahl", "ring", "overlap", "crowded", "stairs"]))
     image = 10 ** random.uniform(-5, -3)
     fixed = image * random.uniform(0, 100)

@@ -210,7 +210,7 @@ def runs_shown(runs: pd.DataFrame, shown: tuple[int, ...]) -> RunSet:
 
 @cache
 def fit_to(name: str, shown: tuple[int, ...]) -> Scaling:
-    """Fit the models to these points of a series; each question is asked of several."""
+    """Fit the model to these points of a series; each question is asked of several."""
     (series,) = (series for series in SERIES if series["name"] == name)
     runs = as_runs(series)
     gradient_bytes = BYTES_OF_A_GRADIENT * int(runs.parameters.max())

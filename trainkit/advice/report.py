@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # The factor between the medians of equal runs beyond which something changed between them.
 MOST_FACTOR_OF_EQUAL_RUNS = 1.5
-# The relative error of the best model on held-out runs beyond which it explains nothing.
+# The relative error of the model on held-out runs beyond which it explains nothing.
 MOST_ERROR = 0.3
 LEGEND = (
     "The 90 % interval of a number is in brackets. `eff. %` is the speedup over one device with the same "
@@ -105,7 +105,7 @@ def _choose_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
 
 
 def checked(answer: Answer) -> Answer:
-    """Return the answer, without a recommendation if the runs cannot be right or no model explains them."""
+    """Return the answer, without a recommendation if the runs or the model cannot be right."""
     model = _model_of(answer)
     objection = (
         _equal_runs_differ(model) or _all_efficiencies_are_too_high(answer) or _model_explains_nothing(model)
@@ -142,18 +142,17 @@ def _all_efficiencies_are_too_high(answer: Answer) -> str:
 
 
 def _model_explains_nothing(model: Scaling) -> str:
-    error = model.errors[model.model]
     # It is not if the error is NaN.
-    if not error > MOST_ERROR:
+    if not model.error > MOST_ERROR:
         return ""
     return (
-        f"no model explains these runs: the best, {model.model}, is off by {100 * error:.0f} % on runs that "
+        f"the model does not explain these runs: it is off by {100 * model.error:.0f} % on runs that "
         "were left out of its fit"
     )
 
 
 def _model_of(answer: Answer) -> Scaling:
-    """Return the models of the recommended training, or of the first one without a recommendation."""
+    """Return the model of the recommended training, or of the first one without a recommendation."""
     if answer.best and answer.best.stage in answer.models:
         return answer.models[answer.best.stage]
     return next(iter(answer.models.values()))
@@ -205,7 +204,7 @@ class AnswerText:
             numbers += f", which cost {text(self.price * best.hours)},"
         purpose = f"to {goal}" if "accuracy" in goal else f"for {goal}"
         if not best.runs:
-            certainty = "Nobody has run this choice, and the models may not hold there"
+            certainty = "Nobody has run this choice, and the model may not hold there"
         elif self.answer.sure >= SURE:
             certainty = "Sure"
         else:
@@ -269,14 +268,12 @@ class AnswerText:
     def trust(self) -> list[str]:
         """Say how far to trust the answer: the model and its error, the intervals, doubtful measurements."""
         model = _model_of(self.answer)
-        error = model.errors[model.model]
-        if math.isnan(error):
+        if math.isnan(model.error):
             tested = "There are too few runs to leave some out of its fit and test it on those"
         else:
-            tested = f"On runs left out of its fit, it is off by {100 * error:.1f} % (root mean square)"
+            tested = f"On runs left out of its fit, it is off by {100 * model.error:.1f} % (root mean square)"
         sentences = [
-            f"The model `{model.model}`, which results/METHODS.md explains, predicts what was not measured. "
-            f"{tested}.",
+            f"What was not measured is predicted by a model, which results/METHODS.md explains. {tested}.",
             "An interval should contain the true value in 9 of 10 cases, but only on this machine as it was "
             "during the runs. It does not cover a different network, busy neighbours, or a different version "
             "of the program.",

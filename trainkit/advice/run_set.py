@@ -14,7 +14,7 @@ from trainkit.record.columns import COLUMNS, DDP, DP, SINGLE, lr_factor
 
 # In logarithms: the scatter of the epochs needed, per doubling from a batch that was tried.
 EPOCHS_SCATTER = 0.3
-# What is equal in all runs of a set. The models describe the batch; of the learning rate only the part that
+# What is equal in all runs of a set. The model describes the batch; of the learning rate only the part that
 # does not follow from the batch by the scaling rule has to be equal.
 OF_A_SET = [name for name in comparison.MUST_BE_EQUAL if name not in ("global_batch", "images", "lr")]
 

@@ -1,24 +1,25 @@
-"""Models of the time of a training step by number of devices and batch size, fitted to runs.
+"""A model of the time of a training step by number of devices and batch size, fitted to runs.
 
-A model gives the seconds of a step from the shape of a run. Its weight depends on how well it predicts runs
-that were held out.
+A step takes the sum of these costs. m is the number of members of a ring, the devices of a node or the nodes:
 
-    ring      a fixed cost, a cost per image, and a ring all-reduce within a node and another one between
-              nodes, each of n members: 2 (n - 1) / n bytes / bandwidth + 2 (n - 1) latency
-    shared    ring, with devices that slow each other down within a node (memory, cores, power)
-    overlap   computation and communication partly at the same time, as in Pollux:
-              (computation ^ g + communication ^ g) ^ (1 / g);
-              g = 1: one after the other, 10: nearly hidden
-    doctor    overlap, with the all-reduce that the doctor measured: runs on one device are enough
+    fixed         in every step
+    images        for each image of a device
+    all-reduce    two rings, one within a node and one between nodes, each of
+                  2 (m - 1) / m bytes / bandwidth + 2 (m - 1) latency
+    sharing       for each image and each further device of the node: they share memory, cores and power
 
-Sources: Qiao et al., Pollux, OSDI 2021. Venkataraman et al., Ernest, NSDI 2016 (non-negative least squares).
-Patarasuk and Yuan, 2009 (ring all-reduce).
+No cost is below 0. Communication that no run shows takes as long as the doctor measured. As nobody knows then
+how much of it is hidden behind the computation, each draw takes an exponent g of Pollux's formula:
+(computation ^ g + communication ^ g) ^ (1 / g); g = 1: one after the other, 10: nearly hidden.
+
+Sources: Venkataraman et al., Ernest, NSDI 2016 (non-negative least squares). Patarasuk and Yuan, 2009 (ring
+all-reduce). Qiao et al., Pollux, OSDI 2021.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
@@ -27,12 +28,8 @@ from scipy.optimize import nnls
 DRAWS = 400
 # Of a step or an evaluation, so that ratios of them are finite.
 LEAST_SECONDS = 1e-9
-# The g of `overlap`.
+# The g of a communication that only the doctor measured.
 OVERLAP_EXPONENTS = np.array([1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0])
-# Squared relative errors that differ by less are equal: that is rounding, which differs by processor.
-EQUAL_SQUARED_ERROR = 1e-18
-# The relative error of a prediction below which models are equally good.
-LEAST_ERROR = 0.005
 # By how much, relatively, equal runs differ if there are no repeats, and how many measurements that
 # expectation is worth: as if two runs had shown 2 %.
 EXPECTED_SCATTER = 0.008
@@ -44,10 +41,8 @@ NEAREST_SIZES = 3
 # Nothing is predicted beyond so many times the largest count, or the batches, that were measured.
 FURTHEST_FACTOR = 2
 
-# (draws, shapes)
-Seconds = np.ndarray
-# Shapes as an array have the columns of `Shape`: (shapes, 3).
-Predictor = Callable[[np.ndarray], Seconds]
+# The costs of the model, in the order of `_columns`, that are computation: fixed, images, sharing.
+COMPUTATION = [0, 1, 6]
 
 
 class Shape(NamedTuple):
@@ -81,29 +76,22 @@ Measured = dict[Shape, list[list[float]]]
 
 @dataclass(frozen=True)
 class Scaling:
-    """The models of one comparable set of runs.
+    """The fitted model of one comparable set of runs.
 
-    `errors` has the relative error of each model on held-out points (root mean square; NaN if there are too
-    few), `weights` its share of the draws.
+    `error` is its relative error on held-out points (root mean square; NaN if there are too few).
     """
 
     measured: Measured
-    errors: dict[str, float]
-    weights: dict[str, float]
+    error: float
     all_reduces: tuple[AllReduce, ...]
     _draws_of_measured: dict[Shape, np.ndarray]
-    _mixture: "_Mixture"
-
-    @property
-    def model(self) -> str:
-        """Return the name of the model that predicts best."""
-        return _heaviest(self.weights)
+    _model: "_Model"
 
     def step_seconds(self, shape: Shape) -> np.ndarray:
-        """Draw equally likely values, (draws,): around the measurement, if any, else by the models."""
+        """Draw equally likely values, (draws,): around the measurement, if any, else by the model."""
         if shape in self._draws_of_measured:
             return self._draws_of_measured[shape]
-        return self._mixture.predict(np.array([shape], float))[:, 0]
+        return self._model.draw_seconds(shape)
 
     def basis(self, shape: Shape) -> str:
         """Return the basis of `step_seconds`: "measured" or "predicted", and what was never observed."""
@@ -125,9 +113,7 @@ class Scaling:
         """Return why nothing is predicted for `shape`, as a clause; "" if something is."""
         most = self._most_devices()
         crosses_nodes = shape.nodes > 1
-        measured_communication = {
-            seen.nodes > 1 for seen in [*self.measured, *self.all_reduces] if seen.devices > 1
-        }
+        measured_communication = _communication_of([*self.measured, *self.all_reduces])
         batches = [seen.batch for seen in self.measured]
         least_batch, most_batch = min(batches), max(batches)
         global_batches = {seen.global_batch for seen in self.measured}
@@ -152,84 +138,84 @@ class Scaling:
 
 
 def fit(measured: Measured, all_reduces: Sequence[AllReduce] = (), gradient_bytes: float = 0) -> Scaling:
-    """Fit the ladder to the measurements of at least one shape.
+    """Fit the model to the measurements of at least one shape.
 
-    `all_reduces` count only if `gradient_bytes`, the bytes of the all-reduce of a step, is known.
+    `all_reduces` count only if `gradient_bytes`, the bytes of the all-reduce of a step, is known, and if runs
+    on one device show the computation alone.
     """
     shapes = np.array(list(measured), float)
     medians = np.array([np.median(np.concatenate(runs)) for runs in measured.values()])
-    ladder = _ladder(shapes, _communication_of_doctor(all_reduces, gradient_bytes))
-    errors = {name: _held_out_error(model, shapes, medians) for name, model in ladder.items()}
-    weights = _weights(errors, points=len(medians))
-    best = _heaviest(weights)
+    communication_of_doctor = None
+    if (shapes[:, 0] == 1).any():
+        communication_of_doctor = _communication_of_doctor(all_reduces, gradient_bytes)
+    error = _held_out_error(shapes, medians)
 
     random = np.random.default_rng(0)
     noise = _draw_noise(measured, random)
-    scatter = _scatter_between_shapes(ladder[best], shapes, medians, noise)
+    scatter = _scatter_between_shapes(shapes, medians, noise)
     # Drawn in any case: what comes later has the same numbers with repeats and without.
     scatter_of_shapes = scatter.draw(random, noise.shape)
     if not any(len(runs) > 1 for runs in measured.values()):
         # With repeats the noise includes how equal runs differ, else only the model's residuals do.
         noise = noise + scatter_of_shapes
     draws = medians * np.exp(noise)
-    scatter_elsewhere = np.exp(scatter.draw(random, (DRAWS, 1)))
+    scatter_elsewhere = np.exp(scatter.draw(random, (DRAWS,)))
     # No run shows a cliff beyond the largest count: expect at least the error on a held-out one.
-    error_beyond = max(EXPECTED_ERROR_BEYOND, np.nan_to_num(errors[best]))
+    error_beyond = max(EXPECTED_ERROR_BEYOND, np.nan_to_num(error))
     growth_per_doubling = error_beyond * random.standard_t(EXPECTED_SCATTER_WEIGHT, DRAWS)
-    model_of_draw = random.choice(len(ladder), DRAWS, p=list(weights.values()))
-    mixture = _Mixture(
-        predictors={name: model.fit(shapes, draws) for name, model in ladder.items()},
+    model = _Model(
+        costs=_fit_non_negative(_columns(shapes), draws),
+        communication_of_doctor=communication_of_doctor,
+        overlap_exponent=random.choice(OVERLAP_EXPONENTS, DRAWS),
         growth_per_doubling=growth_per_doubling,
-        model_of_draw=model_of_draw,
         scatter=scatter_elsewhere,
-        largest_counts=_largest_counts(shapes),
-        measured_communication={bool(nodes > 1) for devices, nodes, _ in shapes if devices > 1},
+        largest_counts=_largest_counts(measured),
     )
     return Scaling(
         measured=measured,
-        errors=errors,
-        weights=weights,
-        all_reduces=tuple(all_reduces) if "doctor" in ladder else (),
+        error=error,
+        all_reduces=tuple(all_reduces) if communication_of_doctor else (),
         _draws_of_measured=dict(zip(measured, draws.T, strict=True)),
-        _mixture=mixture,
+        _model=model,
     )
 
 
 @dataclass(frozen=True)
-class _Mixture:
-    """Predictions of all models, of which each draw takes one.
+class _Model:
+    """A fit to each draw.
 
     Args:
-        predictors: the fitted models by their names.
+        costs: (draws, 7), as `_columns` has them.
+        communication_of_doctor: its seconds by shapes; None if the doctor did not measure it.
+        overlap_exponent: (draws,), how well the computation hides that communication.
         growth_per_doubling: (draws,), in logarithms: by how much a step takes longer for each doubling of the
             devices beyond the largest count.
-        model_of_draw: (draws,), the index of the model.
-        scatter: (draws, 1), a factor on the seconds of shapes that were not measured.
+        scatter: (draws,), a factor on the seconds of shapes that were not measured.
         largest_counts: of devices, with runs between nodes (True) and within one (False).
-        measured_communication: of runs on several devices, between nodes (True) and within one (False).
     """
 
-    predictors: dict[str, Predictor]
+    costs: np.ndarray
+    communication_of_doctor: Callable[[np.ndarray], np.ndarray] | None
+    overlap_exponent: np.ndarray
     growth_per_doubling: np.ndarray
-    model_of_draw: np.ndarray
     scatter: np.ndarray
-    largest_counts: dict[bool, float]
-    measured_communication: set[bool]
+    largest_counts: dict[bool, int]
 
-    def predict(self, shapes: np.ndarray) -> Seconds:
-        predicted = np.stack([predictor(shapes) for predictor in self.predictors.values()])
-        for i, (devices, nodes, _) in enumerate(shapes):
-            crosses_nodes = bool(nodes > 1)
-            is_unseen = devices > 1 and crosses_nodes not in self.measured_communication
-            if is_unseen and "doctor" in self.predictors:
-                # The other models have no such communication.
-                predicted[:, :, i] = self.predictors["doctor"](shapes[i : i + 1])[:, 0]
-                continue
-            largest_count = self.largest_counts.get(crosses_nodes, devices)
-            doublings = np.log2(max(devices / largest_count, 1))
-            predicted[:, :, i] *= np.exp(self.growth_per_doubling * doublings)
-        of_each_draw = predicted[self.model_of_draw, np.arange(DRAWS)]
-        return np.maximum(of_each_draw * self.scatter, LEAST_SECONDS)
+    def draw_seconds(self, shape: Shape) -> np.ndarray:
+        """Return the seconds of a step, (draws,)."""
+        shapes = np.array([shape], float)
+        (columns,) = _columns(shapes)
+        crosses_nodes = shape.nodes > 1
+        largest_count = self.largest_counts.get(crosses_nodes)
+        if shape.devices > 1 and largest_count is None and self.communication_of_doctor:
+            computation = self.costs[:, COMPUTATION] @ columns[COMPUTATION]
+            communication = self.communication_of_doctor(shapes)
+            exponent = self.overlap_exponent
+            seconds = (computation**exponent + communication**exponent) ** (1 / exponent)
+        else:
+            doublings = np.log2(max(shape.devices / (largest_count or shape.devices), 1))
+            seconds = self.costs @ columns * np.exp(self.growth_per_doubling * doublings)
+        return np.maximum(seconds * self.scatter, LEAST_SECONDS)
 
 
 class _Scatter(NamedTuple):
@@ -242,13 +228,12 @@ class _Scatter(NamedTuple):
         return self.size * random.standard_t(self.degrees_of_freedom, size)
 
 
-def _scatter_between_shapes(
-    model: "_Model", shapes: np.ndarray, seconds: np.ndarray, noise: np.ndarray
-) -> _Scatter:
+def _scatter_between_shapes(shapes: np.ndarray, seconds: np.ndarray, noise: np.ndarray) -> _Scatter:
     """Estimate the scatter from what the model leaves unexplained beyond the noise, and from experience."""
-    predicted = model.fit(shapes, seconds[None])(shapes)[0]
-    misfits = np.log(predicted / seconds)
-    spare_points = max(len(seconds) - model.parameters, 0)
+    columns = _columns(shapes)
+    (costs,) = _fit_non_negative(columns, seconds[None])
+    misfits = np.log(columns @ costs / seconds)
+    spare_points = max(len(seconds) - int(np.linalg.matrix_rank(columns)), 0)
     unexplained = 0.0
     if spare_points:
         explained_by_noise = spare_points * noise.var(axis=0).mean()
@@ -258,112 +243,42 @@ def _scatter_between_shapes(
     return _Scatter(np.sqrt((expected + unexplained) / degrees_of_freedom), degrees_of_freedom)
 
 
-def _largest_counts(shapes: np.ndarray) -> dict[bool, float]:
-    """Return the largest count of devices between nodes (True), and within one (False), if there are any."""
-    largest: dict[bool, float] = {}
-    for devices, nodes, _ in shapes:
-        crosses_nodes = bool(nodes > 1)
-        largest[crosses_nodes] = max(devices, largest.get(crosses_nodes, 0))
+def _communication_of(seen: Iterable[Shape | AllReduce]) -> set[bool]:
+    """Return whether there is communication between nodes (True), and within one (False)."""
+    return {one.nodes > 1 for one in seen if one.devices > 1}
+
+
+def _largest_counts(measured: Iterable[Shape]) -> dict[bool, int]:
+    """Return the largest count of devices between nodes (True), and within one (False), above one."""
+    largest: dict[bool, int] = {}
+    for shape in measured:
+        crosses_nodes = shape.nodes > 1
+        if shape.devices > 1:
+            largest[crosses_nodes] = max(shape.devices, largest.get(crosses_nodes, 0))
     return largest
 
 
-# --- the models -------------------------------------------------------------------------------------
+# --- the costs --------------------------------------------------------------------------------------
 
 
-class _Model(Protocol):
-    """A model of the seconds of a step, with so many parameters."""
+def _columns(shapes: np.ndarray) -> np.ndarray:
+    """Return how often each shape has each cost: (shapes, 7).
 
-    parameters: int
+    They are fixed, images, bytes and latency within a node, bytes and latency between nodes, sharing.
 
-    def fit(self, shapes: np.ndarray, seconds: Seconds) -> Predictor:
-        """Return predictions with as many draws as `seconds` has."""
-
-
-def _ladder(shapes: np.ndarray, communication_of_doctor: Predictor | None) -> dict[str, _Model]:
-    """Return the models that these shapes can determine."""
-    on_several = shapes[:, 0] > 1
-    ladder: dict[str, _Model] = {}
-    if communication_of_doctor and not on_several.all():
-        ladder["doctor"] = _OverlapModel(parameters=2, fit_communication=lambda *_: communication_of_doctor)
-    if on_several.any() or "doctor" not in ladder:
-        ladder["ring"] = _LinearModel(_rank(_ring_columns(shapes)), _ring_columns)
-        ladder["shared"] = _LinearModel(_rank(_shared_columns(shapes)), _shared_columns)
-    if on_several.any() and not on_several.all():
-        ladder["overlap"] = _OverlapModel(parameters=4, fit_communication=_fit_communication_of_runs)
-    return ladder
-
-
-def _rank(columns: np.ndarray) -> int:
-    return int(np.linalg.matrix_rank(columns))
-
-
-@dataclass(frozen=True)
-class _LinearModel:
-    """A step takes a sum of costs, each times a column that the shape has."""
-
-    parameters: int
-    columns_of: Callable[[np.ndarray], np.ndarray]
-
-    def fit(self, shapes: np.ndarray, seconds: Seconds) -> Predictor:
-        costs = _fit_non_negative(self.columns_of(shapes), seconds)
-        return lambda wanted: costs @ self.columns_of(wanted).T
-
-
-@dataclass(frozen=True)
-class _OverlapModel:
-    """The computation of the runs on one device, and communication that overlaps with it.
-
-    `fit_communication` fits the communication to the runs on several devices: their shapes and seconds, the
-    costs of the computation, and the exponent of the overlap.
+    Args:
+        shapes: (shapes, 3), the columns of `Shape`.
     """
-
-    parameters: int
-    fit_communication: Callable[[np.ndarray, Seconds, np.ndarray, float], Predictor]
-
-    def fit(self, shapes: np.ndarray, seconds: Seconds) -> Predictor:
-        on_several = shapes[:, 0] > 1
-        costs = _fit_non_negative(_computation_columns(shapes[~on_several]), seconds[:, ~on_several])
-        computation = costs @ _computation_columns(shapes).T
-        communication_by_exponent = []
-        squared_errors = []
-        for exponent in OVERLAP_EXPONENTS:
-            communication = self.fit_communication(
-                shapes[on_several], seconds[:, on_several], costs, exponent
-            )
-            step = _overlapped(computation, communication(shapes), exponent)
-            communication_by_exponent.append(communication)
-            squared_errors.append(((step / seconds - 1) ** 2)[:, on_several].sum(axis=1))
-        # Overlaps that explain the runs equally well, as all do without any, take turns.
-        is_as_good = squared_errors <= np.min(squared_errors, axis=0) + EQUAL_SQUARED_ERROR
-        turn = np.arange(len(seconds)) % is_as_good.sum(axis=0)
-        overlap_of_draw = np.argmax(is_as_good.cumsum(axis=0) > turn, axis=0)
-
-        def predict(wanted: np.ndarray) -> Seconds:
-            computation = costs @ _computation_columns(wanted).T
-            steps = [
-                _overlapped(computation, communication(wanted), exponent)
-                for communication, exponent in zip(communication_by_exponent, OVERLAP_EXPONENTS, strict=True)
-            ]
-            return np.stack(steps)[overlap_of_draw, np.arange(len(seconds))]
-
-        return predict
+    devices, nodes, batch = shapes.T
+    computation = np.stack([np.ones(len(shapes)), batch], axis=1)
+    sharing = (devices / nodes - 1) * batch
+    return np.column_stack([computation, _communication_columns(devices, nodes), sharing])
 
 
-def _overlapped(computation: Seconds, communication: Seconds, exponent: float) -> Seconds:
-    return (computation**exponent + communication**exponent) ** (1 / exponent)
-
-
-def _computation_columns(shapes: np.ndarray) -> np.ndarray:
-    """Return a one and the images per device: (shapes, 2)."""
-    return np.stack([np.ones(len(shapes)), shapes[:, 2]], axis=1)
-
-
-def _communication_columns(shapes: np.ndarray, bytes: float | np.ndarray = 1.0) -> np.ndarray:
-    """Return bytes and latencies of the rings within a node and between nodes: (shapes, 4).
-
-    With a single count above one the two are indistinguishable: the fit takes the bytes, which come first.
-    """
-    devices, nodes, _ = shapes.T
+def _communication_columns(
+    devices: np.ndarray, nodes: np.ndarray, bytes: float | np.ndarray = 1.0
+) -> np.ndarray:
+    """Return bytes and latencies of the rings within a node and between nodes: (shapes, 4)."""
     columns = []
     for members in (devices / nodes, nodes):
         rounds = 2 * (members - 1)
@@ -371,29 +286,10 @@ def _communication_columns(shapes: np.ndarray, bytes: float | np.ndarray = 1.0) 
     return np.stack(columns, axis=1)
 
 
-def _ring_columns(shapes: np.ndarray) -> np.ndarray:
-    return np.column_stack([_computation_columns(shapes), _communication_columns(shapes)])
-
-
-def _shared_columns(shapes: np.ndarray) -> np.ndarray:
-    devices, nodes, batch = shapes.T
-    return np.column_stack([_ring_columns(shapes), (devices / nodes - 1) * batch])
-
-
-def _fit_communication_of_runs(
-    shapes: np.ndarray, seconds: Seconds, computation_costs: np.ndarray, exponent: float
-) -> Predictor:
-    """Fit the time that runs on several devices take beyond their computation."""
-    computation = computation_costs @ _computation_columns(shapes).T
-    communication = np.maximum(seconds**exponent - computation**exponent, 0) ** (1 / exponent)
-    costs = _fit_non_negative(
-        _communication_columns(shapes), communication, weights=1 / np.median(seconds, axis=0)
-    )
-    return lambda wanted: costs @ _communication_columns(wanted).T
-
-
-def _communication_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: float) -> Predictor | None:
-    """Predict communication by shape, (1, shapes), from the doctor's all-reduces of about as many bytes."""
+def _communication_of_doctor(
+    all_reduces: Sequence[AllReduce], gradient_bytes: float
+) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Predict communication by shapes, (shapes,), from the doctor's all-reduces of about as many bytes."""
     if not all_reduces or not gradient_bytes:
         return None
     # Small messages take the time of their rounds, which varies, and say little about large ones.
@@ -401,19 +297,20 @@ def _communication_of_doctor(all_reduces: Sequence[AllReduce], gradient_bytes: f
     nearest = sorted(sizes, key=lambda size: abs(np.log(size / gradient_bytes)))[:NEAREST_SIZES]
     chosen = np.array([all_reduce for all_reduce in all_reduces if all_reduce.bytes in nearest])
     devices, nodes, bytes, seconds = chosen.T
-    shapes = np.column_stack([devices, nodes, np.zeros_like(nodes)])
-    costs = _fit_non_negative(_communication_columns(shapes, bytes), seconds[None])
-    return lambda wanted: costs @ _communication_columns(wanted, gradient_bytes).T
+    (costs,) = _fit_non_negative(_communication_columns(devices, nodes, bytes), seconds[None])
+    return lambda shapes: _communication_columns(shapes[:, 0], shapes[:, 1], gradient_bytes) @ costs
 
 
-def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray | None = None) -> np.ndarray:
+def _fit_non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return the costs, (draws, columns), none below 0, with the least squared errors of each draw.
 
-    The errors are relative to the median of the draws, or have these weights. Of columns that are
-    proportional in all shapes, such as bytes and rounds of a single count, the first one has the cost.
+    The errors are relative to the median of the draws. Of columns that are proportional in all shapes, such
+    as bytes and rounds of a single count, the first one has the cost.
+
+    Args:
+        seconds: (draws, shapes).
     """
-    if weights is None:
-        weights = 1 / np.median(seconds, axis=0)
+    weights = 1 / np.median(seconds, axis=0)
     scale = np.abs(columns).max(axis=0)
     independent: list[int] = []
     for i in np.flatnonzero(scale):
@@ -432,21 +329,21 @@ def _fit_non_negative(columns: np.ndarray, seconds: Seconds, weights: np.ndarray
 # --- how far to trust them --------------------------------------------------------------------------
 
 
-def _held_out_error(model: _Model, shapes: np.ndarray, seconds: np.ndarray) -> float:
+def _held_out_error(shapes: np.ndarray, seconds: np.ndarray) -> float:
     """Leave out the largest counts and each batch in turn; return the root mean square relative error."""
+    columns = _columns(shapes)
     devices, nodes, batches = shapes.T
     left_out = _where_largest_counts_are(devices, nodes)
     left_out += [batches == batch for batch in np.unique(batches)]
     errors: list[float] = []
     for hidden in left_out:
         if _others_can_predict(hidden, devices, batches):
-            predictor = model.fit(shapes[~hidden], seconds[None, ~hidden])
-            predicted = np.maximum(predictor(shapes[hidden])[0], 1e-12)
+            (costs,) = _fit_non_negative(columns[~hidden], seconds[None, ~hidden])
+            predicted = np.maximum(columns[hidden] @ costs, LEAST_SECONDS)
             errors += list(np.log(predicted / seconds[hidden]))
     if not errors:
         return math.nan
-    # Rounded, so that equally good models are equal on every processor, and the simplest one counts.
-    return round(float(np.sqrt(np.mean(np.square(errors)))), 9)
+    return float(np.sqrt(np.mean(np.square(errors))))
 
 
 def _others_can_predict(hidden: np.ndarray, devices: np.ndarray, batches: np.ndarray) -> bool:
@@ -474,17 +371,6 @@ def _where_largest_counts_are(devices: np.ndarray, nodes: np.ndarray) -> list[np
         if len(counts) > 1:
             masks.append(of_this_kind & (devices == counts.max()))
     return masks or [devices == devices.max()]
-
-
-def _weights(errors: dict[str, float], points: int) -> dict[str, float]:
-    """Return each model's share, by the likelihood of its errors if they were normal."""
-    log_likelihoods = -points * np.log(np.maximum(np.nan_to_num(list(errors.values())), LEAST_ERROR))
-    shares = np.exp(log_likelihoods - log_likelihoods.max())
-    return dict(zip(errors, shares / shares.sum(), strict=True))
-
-
-def _heaviest(weights: dict[str, float]) -> str:
-    return max(weights, key=weights.get)
 
 
 def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
