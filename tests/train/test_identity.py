@@ -28,12 +28,12 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--how", nargs="*", default=["SGD"])
 parser.add_argument("--noise", type=float, default=0.5)
 parser.add_argument("--lr", type=float, default=0.01)
-parser.add_argument("--batch_size", type=int, default=4)
 parser.add_argument("--save-dir")
 parser.add_argument("--logdir")
+parser.add_argument("--seed", type=int)
+parser.add_argument("--run-id")
 parser.add_argument("to", nargs="?")
 parser.add_argument("--genes", nargs="*")
-parser.add_argument("--distributed", action="store_true")
 options = parser.parse_args()
 plain = lambda model: model.parameters()
 split = lambda model: [{"params": [*model[0].parameters()], "weight_decay": 0}, {"params": model[2].weight}]
@@ -120,10 +120,9 @@ def test_a_long_list_of_arguments_is_told_in_short(toy: Callable, tmp_path: Path
 
 
 def test_other_arguments_are_another_row_and_another_text_is_a_doubt(toy: Callable, tmp_path: Path) -> None:
-    """Arguments that say where, or what a column says, are none."""
+    """Arguments by which repeats differ are none: which repeat it is, and where its files are."""
     toy()
-    where = (tmp_path / "new", "--save-dir", tmp_path / "here", "--logdir", "logs/2", "--distributed")
-    toy(*where, "--lr", "0.010", "--batch_size", 4)
+    toy(tmp_path / "new", "--save-dir", tmp_path / "here", "--logdir", "logs/2", "--seed", 2, "--run-id=b")
     toy("--noise=0.25")
     table = table_of(tmp_path).set_index("variant")
     assert dict(table.runs) == {"": 2, "--noise 0.25": 1}

@@ -367,6 +367,39 @@ def test_other_arguments_rates_and_scripts_make_a_speedup_doubtful(
     assert two.speedup > 2 and pd.isna(two.doubt)
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--dropout 0.1 --lr=0.3 -v", "--dropout=0.1 --lr=0.3 -v"),
+        ("--drop-out 0.1 --warmup_epochs 5", "--drop-out=0.1 --warmup_epochs=5"),
+        ("--seed 3 --manual_seed=4 --run-id a --run_name b --resume --resume_from_checkpoint x", ""),
+        ("--out a --output=b --output_dir c --logdir d --save-folder e", ""),
+        ("/scratch/7 --data ./images --config /home/me/a.yaml", "--config=a.yaml"),
+        ("--genes A B 'C D'", "--genes=A,B,C_D"),
+        ("model.layers=2 hydra.run.dir=x seed=3", "model.layers=2"),
+        ("student teacher --fast", "student teacher --fast"),
+        ("--how=eager --compile", "--compile --how=eager"),
+    ],
+)
+def test_what_a_command_line_says_of_a_training(line: str, words: str) -> None:
+    """Neither which repeat it is, nor where its files are; the last one is of an earlier record."""
+    assert variants.arguments_in_words(line) == words
+    assert variants.arguments_in_words(words) == words
+
+
+def test_arguments_that_give_a_recorded_number_raise_no_doubt(tmp_path: Path, compared: Compared) -> None:
+    """As those of the number of devices and of the batch of each do; others are named."""
+    one = own(1, arguments="--gpus 1 --batch-size 256 --dropout 0.1")
+    write_run(tmp_path, "one", [10, 1000, 1000], **one)
+    write_run(
+        tmp_path, "two", [10, 1600, 1650], **own(2, arguments="--gpus 2 --batch-size 128 --dropout 0.1")
+    )
+    write_run(tmp_path, "four", [10, 3000, 3000], **own(4, arguments="--gpus 4 --batch-size 64 --fast"))
+    text, table, _ = compared()
+    assert list(table.doubt.fillna("")) == ["", "", "a"]
+    assert table.other_arguments.iloc[-1] == "--dropout 0.1, --fast" and "--dropout 0.1, --fast" in text
+
+
 def test_the_first_epoch_of_a_warm_up_makes_no_other_rates() -> None:
     """Its first step depends on the number of steps; but it counts where both have trained for no other."""
     assert not variants.other_rates("1:0.1 2:1", "1:0.2 2:1 3:1")

@@ -171,8 +171,9 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
 
     `baseline` names the stage that X(1) comes from: `single` if it has an equal run, else the
     row's own stage on one device. If nothing can be compared, the numbers are NaN and `why` gives
-    the reason; otherwise it is empty. `weak_efficiency` is X(n, n b) / (n X(1, b)), with an equal batch
-    per device instead of an equal global batch. `doubt` comes from `doubts.marks`.
+    the reason; otherwise it is empty. `other_arguments` are those in which the row differs from X(1).
+    `weak_efficiency` is X(n, n b) / (n X(1, b)), with an equal batch per device instead of an equal global
+    batch. `doubt` comes from `doubts.marks`.
     """
     on_one_device = list(table[(table.devices == 1) & (table.world_size == 1)].itertuples())
     compared = []
@@ -186,6 +187,7 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
                 "why": strong.why_none,
                 "weak_efficiency": _times_as_fast(row, weak.row) / row.devices,
                 "weak_baseline": weak.stage,
+                "other_arguments": _other_arguments(row, strong.row or weak.row),
                 "doubt": doubts.marks(row, [baseline.row for baseline in (strong, weak) if baseline.row]),
             }
         )
@@ -319,6 +321,7 @@ def _with_equal_names_for_what_is_unknown(rows: pd.DataFrame) -> pd.DataFrame:
     for name in ("lr", "gamma"):
         rows[name] = rows[name].map("{:g}".format).replace("nan", UNKNOWN)
     rows.loc[rows.recipe == "fast", "gamma"] = UNKNOWN
+    rows["arguments"] = rows.arguments.map(variants.arguments_in_words)
     return rows
 
 
@@ -464,6 +467,11 @@ class _Baseline(NamedTuple):
 
 def _times_as_fast(row: TableRow, baseline: TableRow | None) -> float:
     return row.images_per_s / baseline.images_per_s if baseline else math.nan
+
+
+def _other_arguments(row: TableRow, baseline: TableRow | None) -> str:
+    """Return in words the arguments in which a row differs from its baseline."""
+    return ", ".join(variants.other_arguments(row, baseline)) if baseline else ""
 
 
 def _find_baseline(row: TableRow, on_one_device: list[TableRow], equal_batch: str) -> _Baseline:

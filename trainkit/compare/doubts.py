@@ -67,7 +67,7 @@ def _has_other_rates(row: TableRow, baselines: list[TableRow]) -> bool:
 
 
 def _has_other_arguments(row: TableRow, baselines: list[TableRow]) -> bool:
-    return any(row.arguments != baseline.arguments for baseline in baselines if baseline.stage == row.stage)
+    return any(variants.other_arguments(row, baseline) for baseline in baselines)
 
 
 def _has_several_scripts(row: TableRow, baselines: list[TableRow]) -> bool:

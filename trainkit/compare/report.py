@@ -202,12 +202,15 @@ def as_text(table: pd.DataFrame, target: float | None = None) -> tuple[pd.DataFr
 
 
 def _note(row: tuple) -> str:
-    """Return why a row has no speedup, or that it is against another stage than single; or ""."""
+    """Return why a row has no speedup, or what it is against where that is not a `single` that is equal."""
+    clauses = []
     if not row.baseline:
-        return row.why
-    if row.baseline == SINGLE:
-        return ""
-    return f"speedup against {row.baseline} on one device: no single run is equal"
+        clauses.append(row.why)
+    elif row.baseline != SINGLE:
+        clauses.append(f"speedup against {row.baseline} on one device: no single run is equal")
+    if row.other_arguments:
+        clauses.append(f"its arguments differ from those on one device in {row.other_arguments}")
+    return "; ".join(clauses)
 
 
 def _reached_in_words(row: tuple) -> str:

@@ -1,11 +1,18 @@
 """In what trainings differ that are no repeats of each other: the words of their records, and their rates.
 
-The columns of `IN_WORDS` hold words, `name=value` or a name alone (training/identity.py).
+The columns of `IN_WORDS` hold words, `name=value` or a name alone (training/identity.py); the arguments of a
+script do so once `arguments_in_words` has read its command line.
 """
 
+import hashlib
 import math
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import PurePath
 
 import pandas as pd
 
@@ -19,8 +26,87 @@ BY_LOSSES = "ReduceLROnPlateau"
 # Rates of a schedule that are all named; of longer trainings only those that tell them apart.
 MOST_RATES = 4
 
+# The names of arguments in which repeats differ: which repeat it is, and where its files are.
+OF_A_REPEAT = re.compile(r"(\w+_)?seed|resume\w*|run_(id|name)|out(put)?|\w*dir|(\w+_)?folder")
+# Characters of an argument's value; what is longer, such as a list of files, is named by its digest.
+LONGEST_VALUE = 60
+
+# A row of a comparison, as `DataFrame.itertuples` gives it.
+TableRow = tuple
 # The learning rate of each epoch.
 Rates = dict[int, float]
+
+
+def arguments_in_words(line: str) -> str:
+    """Return the arguments of a command line that tell a training from another, as `--dropout=0.1 --fast`.
+
+    Those of `OF_A_REPEAT` are left out, and paths: of a file only its name counts. The order of options means
+    nothing.
+    """
+    positional = []
+    options = []
+    for flag, value in _arguments(shlex.split(line)):
+        name = flag.strip("-+~").lower().replace("-", "_").rpartition(".")[2]
+        if OF_A_REPEAT.fullmatch(name):
+            continue
+        if value.startswith(("/", "./", "../")):
+            path = PurePath(value)
+            if not path.suffix:
+                continue
+            value = path.name
+        value = _short("_".join(value.split()))
+        if flag:
+            options.append("=".join(filter(None, [flag, value])))
+        else:
+            positional.append(value)
+    return " ".join([*positional, *sorted(options)])
+
+
+def _arguments(words: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield each option with its value, several joined by commas, and each value that belongs to none."""
+    flag = ""
+    values: list[str] = []
+    for word in [*words, "--"]:
+        is_option = re.match(r"--?[A-Za-z]|--$", word)
+        # Hydra's settings are name=value.
+        is_setting = re.match(r"[+~]{0,2}[\w.@/-]+=", word)
+        if not is_option and not is_setting:
+            values.append(word)
+            continue
+        if flag:
+            yield flag, ",".join(values)
+        else:
+            yield from (("", value) for value in values)
+        flag, equals, value = word.partition("=")
+        values = [value] if equals else []
+        if flag == "--":
+            flag = ""
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else hashlib.sha256(value.encode()).hexdigest()[:8]
+
+
+def other_arguments(row: TableRow, baseline: TableRow) -> list[str]:
+    """Return the arguments in which a row and its baseline differ; none if those are different scripts.
+
+    Arguments that give a number that the record has, as of devices, are as different as they have to be.
+    """
+    if row.stage != baseline.stage:
+        return []
+    words_of_row, words_of_baseline = set(row.arguments.split()), set(baseline.arguments.split())
+    only_one = [(word, row) for word in words_of_row - words_of_baseline]
+    only_one += [(word, baseline) for word in words_of_baseline - words_of_row]
+    return sorted(_readable("arguments", word) for word, run in only_one if not _is_recorded(word, run))
+
+
+def _is_recorded(word: str, row: TableRow) -> bool:
+    """Return whether the value of an argument is a number of the run's size, or its learning rate."""
+    sizes = [row.devices, row.nodes, row.devices // row.nodes]
+    sizes += [row.global_batch, row.global_batch // row.devices, row.accumulate]
+    with suppress(ValueError):
+        return float(word.rpartition("=")[2]) in (*sizes, float(row.lr))
+    return False
 
 
 def words_that_differ(column: str, texts: list[str]) -> dict[str, str]:

@@ -371,18 +371,19 @@ class Options:
             }
         )
 
-    def elsewhere(self) -> set[str]:
-        """Return the names of the options that are no arguments in the record.
+    def other_arguments(self) -> str:
+        """Format the script's own options that no other column of the record has: `--how=eager --compile`.
 
-        They are in other columns of it, or change neither the results nor the speed of training.
+        They change neither the result nor what is trained, but perhaps the speed.
         """
-        of_all_stages = {option.name for option in fields(Options)}
-        recorded = {
-            option.name
+        other = {
+            f"--{option.name.replace('_', '-')}": getattr(self, option.name)
             for option in self._added()
-            if option.metadata["shapes_training"] or option.metadata["column"]
+            if not option.metadata["shapes_training"]
+            and not option.metadata["column"]
+            and getattr(self, option.name) != option.default
         }
-        return of_all_stages | recorded
+        return in_words(other)
 
     def columns(self) -> dict[str, object]:
         """Return the columns of a record that are options."""

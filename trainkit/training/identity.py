@@ -1,15 +1,16 @@
 """What identifies a training, taken from what is at hand: optimizer, schedule, network, script and arguments.
 
-Each is a text of words, `name=value` or a name alone, so that a table can show the words in which two
-trainings differ (compare/variants.py).
+Each but the arguments is a text of words, `name=value` or a name alone, so that a table can show the words in
+which two trainings differ (compare/variants.py).
 """
 
 import hashlib
 import math
 import re
+import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,24 +27,6 @@ MOST_KINDS = 20  # of modules, that are named in words
 OF_A_STEP = {"last_epoch", "base_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"}
 # Under these names a wrapper of PyTorch's has the module itself; training/model.py knows the others.
 WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# Arguments that say where something is or goes, how long the training takes, or where its ranks meet. By
-# their whole name, their first and their last word.
-# fmt: off
-NO_IDENTITY = {
-    "epochs", "epoch", "num_epochs", "n_epochs", "max_epochs", "min_epochs", "total_epochs", "start_epoch",
-    "num_train_epochs", "steps", "num_steps", "max_steps", "iters", "max_iters", "iterations", "max_time",
-    "output", "out", "checkpoint", "ckpt", "snapshot", "run_id", "run_name", "exp_name", "experiment",
-    "experiment_name", "tag", "comment", "notes", "verbose",
-    "local_rank", "rank", "node_rank", "nr", "device", "gpu", "gpu_ids", "device_ids", "init_method",
-    "dist_backend", "ddp", "distributed", "multiprocessing_distributed",
-}
-NO_IDENTITY_FIRST = {"resume", "save", "log", "print", "wandb", "tensorboard", "master", "rdzv"}
-NO_IDENTITY_LAST = {
-    "dir", "directory", "folder", "root", "path", "url", "host", "addr", "port", "seed",
-    "outdir", "logdir", "workdir", "savedir", "datadir",
-}
-# fmt: on
-OF_DEVICES = {"gpus", "devices", "nodes", "nproc", "procs", "processes", "ranks", "world"}
 
 
 def base_lr(optimizer: torch.optim.Optimizer, group: int = 0) -> float:
@@ -128,65 +111,9 @@ def of_script() -> str:
     return ""
 
 
-def of_arguments(
-    known: Mapping[str, object], devices: int, nodes: int, batch: int, elsewhere: Collection[str] = ()
-) -> str:
-    """Describe the arguments of the running script that may make it another training, as `--dropout=0.1`.
-
-    Left out is what says where, how long or on how many devices, and what other columns of the record say.
-
-    Args:
-        known: what other columns say, by name: an argument of that name and value is left out.
-        devices, nodes, batch: an argument for their number, or for the batch of each device, is left out.
-        elsewhere: names of arguments that other columns have, whatever their value.
-    """
-    if not of_script():
-        return ""
-    counts = {_number(count) for count in (devices, nodes, devices // nodes)}
-    sizes = {_number(size) for size in (batch, batch // max(devices, 1))}
-    said = []
-    for flag, value in _arguments(sys.argv[1:]):
-        name = flag.strip("-+~=").lower().replace("-", "_").rpartition(".")[2]
-        parts = name.split("_")
-        if name in NO_IDENTITY or name in elsewhere or parts[0] in NO_IDENTITY_FIRST:
-            continue
-        if parts[-1] in NO_IDENTITY_LAST and not name.endswith("or_path"):
-            continue
-        number = _number(value)
-        of_batch = "batch" in name or name in ("bs", "b")
-        if (OF_DEVICES & {*parts} and number in counts) or (of_batch and number in sizes):
-            continue
-        if (name in known and number == _number(known[name])) or _is_a_place(value):
-            continue
-        file = Path(value).name if value.startswith("/") else value
-        said.append("=".join(filter(None, [flag.strip("=") or "argument", _word(file)])))
-    return _fitting(" ".join(sorted(said)))
-
-
-def _is_a_place(value: str) -> bool:
-    """Return whether an argument is a folder, also one that the script is going to make."""
-    with suppress(OSError):  # a list of words may be longer than a name
-        to_be_made = value.startswith(("/", "./", "../")) and not Path(value).is_file()
-        return value != "" and (to_be_made or Path(value).is_dir())
-    return False
-
-
-def _arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option with its value, several joined by commas, and each value that belongs to none."""
-    flag, values = "", []
-    for word in [*words, "--"]:
-        is_option, is_setting = re.match(r"--?[A-Za-z]|--$", word), re.match(r"[+~]{0,2}[\w.@/-]+=", word)
-        if not (is_option or is_setting):  # a setting is Hydra's: name=value
-            values.append(word)
-            continue
-        if flag:
-            yield flag, ",".join(values)
-        else:
-            yield from (("", value) for value in values)
-        flag, equals, value = word.partition("=")
-        values = [value] if equals else []
-        if flag == "--":
-            flag = ""
+def of_arguments() -> str:
+    """Return the arguments of the running script, as on a command line; "" in a notebook."""
+    return _fitting(shlex.join(sys.argv[1:])) if of_script() else ""
 
 
 def _layers(network: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -237,13 +164,6 @@ def _word(value: object) -> str:
     if isinstance(value, str):
         return _short("_".join(value.split()))
     return getattr(value, "__name__", type(value).__name__)
-
-
-def _number(value: object) -> str:
-    """Return a number as one reads it, so that 0.10 is 0.1; anything else as it is."""
-    with suppress(TypeError, ValueError):
-        return f"{float(value):.6g}"
-    return str(value)
 
 
 def _fitting(text: str) -> str:

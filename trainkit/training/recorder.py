@@ -101,12 +101,8 @@ class Recorder:
             "optimizer": identity.of_optimizer(self._optimizer),
             "schedule": identity.of_lr_scheduler(lr_scheduler),
             "network": identity.of_network({"model": model}),
+            "arguments": identity.of_arguments(),
         }
-        known = self._optimizer.defaults | (settings or {}) | {"lr": lr, "learning_rate": lr}
-        known |= {"wd": known.get("weight_decay"), "optimizer": type(self._optimizer).__name__}
-        columns["arguments"] = identity.of_arguments(
-            known, devices=dist_env.world_size, nodes=dist_env.num_nodes, batch=batch_size
-        )
         self._epochs = epochs
         self._unit = unit
         self._per_sample = per_sample

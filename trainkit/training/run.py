@@ -182,13 +182,7 @@ class Run:
             "settings": options.settings(),
             "parameters": self.sharded.parameters() if self.sharded else parameters,
             "network": identity.of_network(networks, sharded=self.sharded is not None),
-            "arguments": identity.of_arguments(
-                {},
-                devices=self.devices,
-                nodes=dist_env.num_nodes,
-                batch=options.batch_size,
-                elsewhere=options.elsewhere(),
-            ),
+            "arguments": options.other_arguments(),
         }
         if not self._is_all_by_recipe():
             columns |= self._columns_of_own_optimizer()
