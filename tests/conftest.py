@@ -287,6 +287,14 @@ def checkout(tmp_path: Path, mnist_dir: Path) -> "Checkout":
     return Checkout(tmp_path / "a checkout")
 
 
+@pytest.fixture
+def make_job(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the samples of a job, as sampled_jobs.py explains, and returns their folder."""
+    from sampled_jobs import write_job
+
+    return partial(write_job, tmp_path / "monitor")
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator["RunningCluster"]:
     """A practice cluster of two nodes with two virtual GPUs each: one for all tests of this process."""

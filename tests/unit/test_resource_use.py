@@ -1,22 +1,8 @@
 """What a job asked Slurm for, and what would have been enough."""
 
-from functools import partial
-from pathlib import Path
-
 import pytest
-from sampled_jobs import (
-    MakeJob,
-    Row,
-    change,
-    has_asked,
-    with_cells,
-    write_job,
-)
-from traces import (
-    FROM_LOADERS,
-    STARVED,
-    Gpu,
-)
+from sampled_jobs import MakeJob, Row, change, has_asked, with_cells
+from traces import FROM_LOADERS, STARVED, Gpu
 
 from trainkit.monitor import samples
 from trainkit.monitor.resource_use import CORES, MEMORY, measure_resource_use
@@ -24,11 +10,6 @@ from trainkit.monitor.sampled_job import SampledJob
 from trainkit.monitor.verdict import judge
 
 LOADING = Gpu(loaders=2, loader_cores=1.98)
-
-
-@pytest.fixture
-def make_job(tmp_path: Path) -> MakeJob:
-    return partial(write_job, tmp_path / "monitor")
 
 
 @pytest.mark.parametrize(

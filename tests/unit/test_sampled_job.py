@@ -1,25 +1,11 @@
 """What is read of a job, and which time of it is judged."""
 
 import math
-from functools import partial
-from pathlib import Path
 
 import pytest
 import traces
-from sampled_jobs import (
-    MakeJob,
-    Row,
-    change,
-    only_issue,
-    write_job,
-)
-from traces import (
-    FROM_LOADERS,
-    FULL,
-    STARVED,
-    UNUSED,
-    Gpu,
-)
+from sampled_jobs import MakeJob, Row, change, only_finding
+from traces import FROM_LOADERS, FULL, STARVED, UNUSED, Gpu
 
 from trainkit.errors import UserError
 from trainkit.monitor import sample_tables, samples
@@ -29,17 +15,12 @@ from trainkit.monitor.verdict import Verdict, judge
 from trainkit.record import records
 
 
-@pytest.fixture
-def make_job(tmp_path: Path) -> MakeJob:
-    return partial(write_job, tmp_path / "monitor")
-
-
 def test_a_damaged_file_of_a_node_takes_nothing_from_the_others(
     make_job: MakeJob, capsys: pytest.CaptureFixture
 ) -> None:
     folder = make_job([FULL, UNUSED], ranks=1, nodes=2)
     (folder / "n2.csv").write_text("time,what,num")
-    assert only_issue(folder).locations == [GpuId("n1", 1)]
+    assert only_finding(folder).locations == [GpuId("n1", 1)]
     assert f"warning: {folder / 'n2.csv'} is left out" in capsys.readouterr().err
     (folder / "n1.csv").write_text("time,what,num")
     with pytest.raises(UserError):

@@ -1,41 +1,23 @@
 """What a job wastes, the worst first: recorded and synthetic traces of every kind.
 
-Its kinds and grades; the evidence is that of test_rank_rules.py and test_device_rules.py, and the words are
-those of test_wording.py.
+Its kinds and grades; the evidence of each finding is in the test of its module, and the sentences of all are
+in test_findings.py.
 """
 
 import math
-import pkgutil
 from dataclasses import replace
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import traces
-from sampled_jobs import (
-    MakeJob,
-    change,
-    kinds_of,
-    only_finding,
-    without,
-    write_job,
-)
-from traces import (
-    FROM_LOADERS,
-    FULL,
-    H100,
-    STARVED,
-    TRACES,
-    UNUSED,
-    Gpu,
-    Throttling,
-    folder_of,
-)
+from sampled_jobs import MakeJob, change, has_asked, kinds_of, only_finding, without
+from traces import FROM_LOADERS, FULL, H100, STARVED, TRACES, UNUSED, Gpu, Throttling, folder_of
 
-from trainkit.monitor import findings, samples
-from trainkit.monitor.findings.finding import Finding, Grade
-from trainkit.monitor.verdict import NothingSeen, TooShort, judge
+from trainkit.monitor import samples
+from trainkit.monitor.findings.finding import Grade
+from trainkit.monitor.resource_use import MEMORY
+from trainkit.monitor.sample_tables import RankId
+from trainkit.monitor.verdict import NothingSeen, StartedByScripts, TooShort, judge
 
 # The kind and the grade of what is worst, of all traces, and of jobs on one H100; None: no waste.
 WORST: dict[str, tuple[str, Grade] | None] = {
@@ -61,11 +43,6 @@ WORST_ON_AN_H100: dict[str, tuple[str, Grade] | None] = {
     "captured_1024_bf16": None,
     "healthy_4096_bf16_short": None,
 }
-
-
-@pytest.fixture
-def make_job(tmp_path: Path) -> MakeJob:
-    return partial(write_job, tmp_path / "monitor")
 
 
 @pytest.mark.parametrize("name", WORST)
@@ -112,12 +89,6 @@ def test_a_synthetic_trace_is_the_one_that_the_tool_writes(tmp_path: Path) -> No
         traces.write(tmp_path / name, traces.SYNTHETIC[name])
         for path in (tmp_path / name).rglob("*.csv"):
             assert path.read_text() == (TRACES / path.relative_to(tmp_path)).read_text()
-
-
-def test_every_finding_is_looked_for() -> None:
-    for module in pkgutil.iter_modules(findings.__path__):
-        import_module(f"{findings.__name__}.{module.name}")
-    assert {*Finding.__subclasses__()} == {*findings.FINDINGS}
 
 
 def test_the_worst_comes_first(make_job: MakeJob) -> None:
@@ -182,3 +153,32 @@ def test_a_job_without_pytorch(make_job: MakeJob) -> None:
     change(folder, lambda row: row | {"ranks": "-"})
     finding = only_finding(folder)
     assert finding.kind == "no_rank" and finding.used_gpus == 0
+
+
+def test_processes_that_the_script_starts_itself(make_job: MakeJob) -> None:
+    """They are counted, and of the rank that waits for them nothing is said."""
+    folder = make_job([FULL], record=False)
+    waits_for_two = {"cores": "0.01", "others": "2", "other_cores": "1.9", "name": "S"}
+    change(folder, without(samples.GPU))
+    change(folder, lambda row: row | waits_for_two)
+    has_asked(folder, "8 1 61440 1")
+    verdict = judge(folder)
+    # They may wait for cores.
+    assert [resource.option for resource in verdict.too_much] == [MEMORY]
+    assert verdict.findings == []
+    assert verdict.not_judged == StartedByScripts(processes=2, ranks=[RankId("n1", 0)], share_a_node=False)
+    assert verdict.devices.cpu_workers == 2
+    # As where the script is the first rank itself.
+    change(folder, lambda row: row | {"cores": "0.95"})
+    verdict = judge(folder)
+    assert verdict.not_judged.processes == 2 and verdict.devices.cpu_workers == 3
+    change(folder, lambda row: row | {"others": "0", "other_cores": "0"})
+    verdict = judge(folder)
+    assert verdict.not_judged is None and verdict.devices.cpu_workers == 1
+
+
+def test_each_task_of_a_node_may_start_as_many_processes_as_there_are_gpus(make_job: MakeJob) -> None:
+    folder = make_job([FULL] * 2, record=False)
+    change(folder, without(samples.GPU))
+    change(folder, lambda row: row | {"cores": "0.01", "others": "2", "other_cores": "1.9", "name": "S"})
+    assert judge(folder).not_judged.share_a_node

@@ -1,33 +1,17 @@
 """The verdict as JSON."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 import traces
-from sampled_jobs import (
-    MakeJob,
-    write_job,
-)
-from traces import (
-    FROM_LOADERS,
-    FULL,
-    STARVED,
-    SYNTHETIC,
-    UNUSED,
-    folder_of,
-)
+from sampled_jobs import MakeJob
+from traces import FROM_LOADERS, FULL, STARVED, SYNTHETIC, UNUSED, folder_of
 
 from trainkit import job_folder
 from trainkit.monitor import samples, verdict_file, wording
 from trainkit.monitor.verdict import judge
 from trainkit.record import records
-
-
-@pytest.fixture
-def make_job(tmp_path: Path) -> MakeJob:
-    return partial(write_job, tmp_path / "monitor")
 
 
 def test_the_verdict_is_kept_as_json(make_job: MakeJob) -> None:

@@ -1,40 +1,17 @@
-"""What GPUs and memories waste: the evidence of the rules on them."""
+"""GPUs that wait for their next kernel, and those that do not."""
 
 import math
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import pytest
-import traces
-from sampled_jobs import (
-    MakeJob,
-    change,
-    finding_of,
-    kinds_of,
-    only_finding,
-    write_job,
-)
-from traces import (
-    FROM_LOADERS,
-    FULL,
-    UNUSED,
-    Gpu,
-    Throttling,
-)
+from sampled_jobs import MakeJob, change, finding_of, kinds_of, only_finding
+from traces import FROM_LOADERS, UNUSED, Gpu
 
 from trainkit.monitor.findings.finding import Grade
-from trainkit.monitor.findings.throttled_gpus import ThrottlingCause
-from trainkit.monitor.sample_tables import GpuId
 from trainkit.monitor.verdict import judge
 
 # A third of its power, and of its time without a kernel.
 HALF_BUSY = Gpu(power_w=175, utilisation=70)
-
-
-@pytest.fixture
-def make_job(tmp_path: Path) -> MakeJob:
-    return partial(write_job, tmp_path / "monitor")
 
 
 def test_utilisation_alone_decides_nothing(make_job: MakeJob) -> None:
@@ -89,29 +66,3 @@ def test_what_is_as_fast_as_it_can_be(make_job: MakeJob) -> None:
     # Nobody knows.
     assert kinds_of(make_job([replace(HALF_BUSY, data_share=math.nan)] * 2, facts=FROM_LOADERS)) == []
     assert kinds_of(make_job([HALF_BUSY] * 2, epochs=8, train_seconds=2)) == []
-
-
-def test_why_a_clock_is_low(make_job: MakeJob) -> None:
-    other = Gpu(power_w=148, clock_mhz=690, throttling=Throttling("other", 1))
-    finding = finding_of(make_job([other] * 2), "throttled")
-    assert finding.cause is ThrottlingCause.OTHER
-    assert (finding.clock_mhz, finding.clock_limit_mhz) == (690, traces.CLOCK_MHZ)
-    capped = Gpu(clock_mhz=690, throttling=Throttling("power+other", 1))
-    assert finding_of(make_job([capped]), "throttled").cause is ThrottlingCause.POWER
-    hot = Gpu(clock_mhz=690, throttling=Throttling("heat", 1), celsius=math.nan)
-    finding = finding_of(make_job([hot]), "throttled")
-    assert finding.cause is ThrottlingCause.HEAT and math.isnan(finding.temperature_c)
-
-
-def test_a_gpu_at_its_power_limit_is_not_throttled(make_job: MakeJob) -> None:
-    """It has a lower clock, and full power."""
-    at_limit = Gpu(power_w=399, clock_mhz=1_050, throttling=Throttling("power", 1))
-    assert kinds_of(make_job([at_limit] * 2)) == []
-
-
-def test_a_gpu_is_unused_without_a_rank(make_job: MakeJob) -> None:
-    finding = only_finding(make_job([FULL, UNUSED], ranks=1, nodes=2))
-    assert finding.locations == [GpuId("n1", 1), GpuId("n2", 1)]
-    assert (finding.gpus, finding.used_gpus) == (2, 2)
-    finding = only_finding(make_job([FULL, *[UNUSED] * 5], ranks=1, nodes=3))
-    assert (finding.gpus, finding.used_gpus) == (15, 3)
