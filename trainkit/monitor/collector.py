@@ -27,9 +27,9 @@ def sample(
 
     Args:
         folder: the folder `monitor` of the job.
-        variables: of the environment, with their values, that identify the job's processes.
+        variables: the variables of the environment, with their values, that identify the job's processes.
         stop: waits for at most so many seconds, and returns whether to end.
-        period_seconds: from one sample to the next. A sample that would be late is left out.
+        period_seconds: the time from one sample to the next. A sample that would be late is left out.
     """
     _yield_cores_to_the_ranks()
     monitor = _NodeMonitor(folder, variables)

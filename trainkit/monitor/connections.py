@@ -46,18 +46,18 @@ class Meetings:
 
         Args:
             families: the numbers of a rank's processes, by rank.
-            others: those of the job's other processes.
+            others: the numbers of the job's other processes.
         """
         if all(self._met.get(rank) == RANK for rank in families):
             return self._met
         tables = _Tables()
         connections = {rank: _connections(pids, tables) for rank, pids in families.items()}
         owners = dict.fromkeys(_connections(others, tables) or (), NO_RANK)
-        for rank, of_this_rank in connections.items():
-            owners |= dict.fromkeys(of_this_rank or (), rank)
-        for rank, of_this_rank in connections.items():
+        for rank, rank_connections in connections.items():
+            owners |= dict.fromkeys(rank_connections or (), rank)
+        for rank, rank_connections in connections.items():
             if self._met.get(rank) != RANK:
-                self._met[rank] = self._closest(rank, of_this_rank, owners)
+                self._met[rank] = self._closest(rank, rank_connections, owners)
                 if self._met[rank] == NOBODY and any(map(_uses_mpi, families[rank])):
                     self._met[rank] = UNKNOWN
         return self._met

@@ -60,21 +60,21 @@ class Process:
 
     Attributes:
         pid: its number.
-        rank: by its environment.
+        rank: the rank that its environment names.
         by_torchrun: whether torchrun has started it.
         parent: the number of the process that has started it.
         started: seconds since 1970.
         state: its state in /proc, such as R.
         core_list: the cores that it may use.
         resident_bytes: its bytes in memory.
-        other_bytes: those of them that count for other processes: each has an equal share.
-        shared_file_bytes: of its share.
-        cpu_seconds: of all its cores.
-        cores: that it uses.
+        other_bytes: the part of these that counts for other processes: each has an equal share.
+        shared_file_bytes: the bytes of shared files in its share.
+        cpu_seconds: the time that it has used, all its cores together.
+        cores: how many cores it uses.
         threads: the times of its threads, by their numbers.
         waiting: the share of the time its threads could run that they waited; None if unknown.
         has_torch: whether it has loaded PyTorch.
-        seconds_with_torch: since it was seen with PyTorch.
+        seconds_with_torch: the time since it was seen with PyTorch.
         loads_batches: whether it is a loader worker.
     """
 
@@ -203,7 +203,7 @@ class Family:
 
         Args:
             parents: the parent of each process of the job.
-            met: with whom it has had a connection.
+            met: whom it has had a connection with.
         """
         loaders = [loader for loader in self.loaders if self._loads_for_the_rank(loader, parents)]
         computing = [

@@ -67,11 +67,11 @@ def read_samples(folder: Path) -> pd.DataFrame:
     size_bytes = sum(file.stat().st_size for file in folder.glob("*.csv"))
     every = 1 + size_bytes // (MOST_ROWS * BYTES_PER_ROW)
     table = pd.DataFrame(samples.read(folder, every=every))
-    of_nodes = table.what == samples.NODE
-    if not of_nodes.any():
+    is_node = table.what == samples.NODE
+    if not is_node.any():
         # The monitor could not look at the processes.
         raise UserError(f"the samples in {folder} have no row about a node: see {folder / samples.NOTES}.")
-    table.loc[of_nodes, "number"] = "0"
+    table.loc[is_node, "number"] = "0"
     table = table.astype({"number": int})
     return table.assign(seconds=_seconds_since_the_sample_before(table))
 

@@ -52,9 +52,9 @@ class SampledJob:
 
     Attributes:
         sampled: all samples.
-        judged: those of the epochs past the warm-up of each training, or without a record those since all
-            ranks are running; none if there are too few.
-        judged_moments: how many times were sampled of those to judge, also if they are too few.
+        judged: the samples of the epochs past the warm-up of each training, or without a record the samples
+            since all ranks are running; none if there are too few.
+        judged_moments: how many moments to judge were sampled, also if they are too few.
         windows: the times to judge.
         trainings: the records of its trainings.
         epochs: the rows of the records that are judged.

@@ -89,7 +89,7 @@ def rank_shares(trainings: list[TrainingRecord]) -> pd.DataFrame:
             tables.append(ranks.merge(training.epochs[["epoch", "train_seconds"]], on="epoch"))
     if not tables:
         return pd.DataFrame(columns=["own", "data"])
-    sums = pd.concat(tables).groupby("rank")[seconds].agg(lambda of_epochs: of_epochs.sum(skipna=False))
+    sums = pd.concat(tables).groupby("rank")[seconds].agg(lambda column: column.sum(skipna=False))
     if not sums.train_seconds.max() >= LEAST_TRAINING_SECONDS:
         sums = sums[:0]
     return pd.DataFrame(

@@ -71,12 +71,12 @@ class Verdict:
         not_judged: what could not be judged, and why; None if all could.
         seconds: how long the job was sampled.
         devices: what it ran on.
-        energy_kwh: of all GPUs of the job, NaN if it is unknown.
+        energy_kwh: the energy of all GPUs of the job; NaN if it is unknown.
         records: the CSVs of its trainings.
         notes: what the monitor could not see, in its sentences.
-        is_gpu_power_unknown: without it gaps between kernels do not show.
+        is_gpu_power_unknown: whether it is, so that gaps between kernels do not show.
         too_much: the resources of which less would have been enough.
-        last_ranks: those of the last samples.
+        last_ranks: the ranks of the last samples.
         is_plain: whether the script of the job does not use the kit, and has none of its options.
     """
 

@@ -29,13 +29,14 @@ class LaunchBoundGpus(Finding):
     """GPUs that wait for their next kernel, as the CPU launches them too slowly.
 
     Attributes:
-        load: their power above idle, 0 to 1 at its limit.
-        gap_share: of the time, in which no kernel runs though there is a batch to train on.
+        load: the power above idle, 0 to 1 at its limit.
+        gap_share: the share of the time in which no kernel runs though there is a batch to train on.
         has_gaps: whether the kernels have gaps between them; else they are short.
-        may_lack_batches: whether it may also be for want of batches.
+        may_lack_batches: whether a want of batches may also be the reason.
         step_seconds: the time of a step.
-        is_data_parallel: whether it is DataParallel, whose step cannot be captured.
-        is_captured: whether its step is a captured graph.
+        is_data_parallel: whether the training uses DataParallel, whose step cannot be captured.
+        is_captured: whether the step is a captured graph.
+        power: what the GPUs take.
     """
 
     kind = "launch_bound"

@@ -52,10 +52,10 @@ class PausedRanks(Finding):
         states = {rank: pauses[rank]["name"].mode()[0] for rank in paused}
         cause = PauseCause.UNKNOWN
         for known in (PauseCause.STOPPED, PauseCause.FILE_SYSTEM):
-            of_this_cause = [rank for rank in paused if states[rank] == known.value]
-            if of_this_cause:
+            with_cause = [rank for rank in paused if states[rank] == known.value]
+            if with_cause:
                 cause = known
-                paused = of_this_cause
+                paused = with_cause
                 break
         longest = max(seconds[rank] for rank in paused)
         silent_at_the_end = [

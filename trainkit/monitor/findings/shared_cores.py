@@ -20,10 +20,10 @@ class SharedCores(Finding):
     """Ranks whose threads wait for a core.
 
     Attributes:
-        waiting_share: of the time, for the rank that waits most.
-        ranks: on its node.
-        loader_workers: of these ranks.
-        cores: that they may use.
+        waiting_share: the share of the time that the rank which waits most has no core.
+        ranks: how many ranks are on its node.
+        loader_workers: how many loader workers these ranks have.
+        cores: how many cores they may use.
         used_by_others: whether other programs take these cores.
         exclusive_helps: whether --exclusive would keep those programs away.
     """

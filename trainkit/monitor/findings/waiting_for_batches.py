@@ -25,10 +25,10 @@ class WaitingForBatches(Finding):
     """Ranks that wait for their loader workers, or prepare batches themselves.
 
     Attributes:
-        waiting_share: of the training time, for the rank that waits most.
-        loader_workers: of each rank for its training data.
-        cores_per_worker: how many of its own each of these uses.
-        all_cores_in_use: of those that the job may use.
+        waiting_share: the share of the training time that the rank which waits most waits.
+        loader_workers: how many loader workers each rank has for its training data.
+        cores_per_worker: how many cores each of these uses; NaN if there are none.
+        all_cores_in_use: whether the job uses all cores that it may use.
         is_resident: whether the data is in the rank's memory, and only has to be prepared.
     """
 
