@@ -14,6 +14,8 @@ import pytest
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, alone_with_the_gpus, ran, succeeded
 
+from trainkit.monitor.findings import FINDINGS
+
 PAGE = (REPOSITORY / "slurm" / "MONITORING.md").read_text()
 RECORDED = REPOSITORY / "results" / "sample" / "h100" / "nvidia_smi.txt"
 LAYOUTS = REPOSITORY / "tests" / "layouts.txt"
@@ -76,9 +78,13 @@ COMMANDS = _commands()
 def explained(heading: str) -> set[str]:
     """The words in the first column of the first table below a heading, or below a line that begins so."""
     below = PAGE[re.search(rf"^{re.escape(heading)}", PAGE, re.MULTILINE).end() :]
-    table = re.search(r"^\| (?:column|word|line) \|.*\n\|---.*\n((?:\|.*\n)+)", below, re.MULTILINE)[1]
+    table = re.search(r"^\| (?:column|word|line|kind) \|.*\n\|---.*\n((?:\|.*\n)+)", below, re.MULTILINE)[1]
     cells = [line.split(" | ")[0].strip("| ") for line in table.splitlines()]
     return {name.strip("` ") for cell in cells for name in cell.split(", ")}
+
+
+def test_every_finding_of_a_verdict_is_explained() -> None:
+    assert explained("## The verdict of a job") == {finding.kind for finding in FINDINGS}
 
 
 def test_every_command_for_a_gpu_has_a_layout() -> None:
