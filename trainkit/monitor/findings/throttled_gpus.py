@@ -42,7 +42,7 @@ class ThrottledGpus(Finding):
     def find(cls, job: SampledJob) -> "ThrottledGpus | None":
         """Find GPUs with a low clock.
 
-        It is one whenever heat is the reason; for other reasons only if it is very low.
+        Heat is always reported; for other reasons the clock has to be very low.
         """
         for cause in ThrottlingCause:
             least_share = HOT_TIME_SHARE if cause is ThrottlingCause.HEAT else CAPPED_TIME_SHARE
