@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-INSTALL := $(RUN) -m pip install $$(test -t 1 || echo --quiet) --disable-pip-version-check --editable
+INSTALL := $(RUN) tools/install.py
 ARGS ?=
 NODES ?= 2
 GPUS ?= 2

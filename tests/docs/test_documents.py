@@ -70,7 +70,7 @@ def test_conda_installs_what_make_installs() -> None:
     make = (REPOSITORY / "Makefile").read_text()
     assert "name: tutorial" in conda
     assert "--editable .[course]" in conda
-    assert "--editable" in make and "'.[course]'" in make
+    assert "$(INSTALL) '.[course]'" in make
     lowest = re.search(r'requires-python = ">=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())[1]
     assert f"python>={lowest}" in conda
     listed = [line.strip("- ") for line in conda.splitlines() if line.startswith("  - ")]
@@ -105,7 +105,7 @@ def test_make_installs_what_a_target_needs(
     if changed:
         (tmp_path / changed).touch()
     done = succeeded(ran("make", "--dry-run", "-C", tmp_path, target, cwd="/"))
-    assert re.findall(r"pip install .*--editable '\.\[(\w+)\]'", done.stdout) == installed
+    assert re.findall(r"install\.py '\.\[(\w+)\]'", done.stdout) == installed
 
 
 # A project that pip can install without any package from elsewhere.
@@ -133,17 +133,43 @@ def build_editable(folder, *_):
 """
 
 
-def test_make_installs_into_its_environment_whatever_pip_is_told(tmp_path: Path) -> None:
-    """By the user's own settings, of which each alone would do harm."""
-    shutil.copy(REPOSITORY / "Makefile", tmp_path)
-    (tmp_path / "pyproject.toml").write_text(PROJECT)
-    (tmp_path / "backend.py").write_text(BACKEND)
-    conf, elsewhere = tmp_path / "pip.conf", str(tmp_path / "elsewhere")
+# One that notes how it is called, and can install nothing.
+UV = """#!/bin/sh
+[ "$1" = --version ] && exit
+echo "$*, $UV_CONSTRAINT" >called
+exit 2
+"""
+
+
+@pytest.mark.parametrize("setting", ["constraint", "no-index"])
+def test_make_installs_into_its_environment_whatever_pip_is_told(setting: str, tmp_path: Path) -> None:
+    """By the user's own settings, of which each alone would do harm.
+
+    Where uv fails, pip installs; where uv does not know a setting, it is not asked.
+    """
+    project = tmp_path / "a project"
+    (project / "tools").mkdir(parents=True)
+    for name in ("Makefile", "tools/install.py"):
+        shutil.copy(REPOSITORY / name, project / name)
+    (project / "pyproject.toml").write_text(PROJECT)
+    (project / "backend.py").write_text(BACKEND)
+    (tmp_path / "uv").write_text(UV)
+    (tmp_path / "uv").chmod(0o755)
+    conf, constraint, elsewhere = (tmp_path / name for name in ("pip.conf", "constraint", "elsewhere"))
+    constraint.touch()
     conf.write_text("[install]\nuser = true\n")
-    settings = {"PIP_CONFIG_FILE": str(conf), "PIP_TARGET": elsewhere, "PIP_PREFIX": elsewhere}
-    environment = ENVIRONMENT | settings | {"PIP_NO_INDEX": "1"}
-    succeeded(ran("make", "-C", tmp_path, f"PYTHON={sys.executable}", ".venv/ready", env=environment))
-    assert list(tmp_path.glob(".venv/lib/python*/site-packages/kit-1.dist-info"))
+    settings = {"PIP_CONFIG_FILE": str(conf), "PIP_TARGET": str(elsewhere), "PIP_PREFIX": str(elsewhere)}
+    settings |= {"PIP_CONSTRAINT": str(constraint)} if setting == "constraint" else {"PIP_NO_INDEX": "1"}
+    environment = ENVIRONMENT | settings | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    succeeded(ran("make", "-C", project, f"PYTHON={sys.executable}", ".venv/ready", env=environment))
+    assert list(project.glob(".venv/lib/python*/site-packages/kit-1.dist-info"))
+    called = project / "called"
+    if setting == "constraint":
+        words = called.read_text()
+        assert words.startswith("pip install ") and "--editable .[course]" in words
+        assert words.endswith(f", {constraint}\n")
+    else:
+        assert not called.exists()
 
 
 def test_what_a_learner_runs_is_installed_by_make() -> None:
