@@ -1,17 +1,11 @@
-"""Runs the functions of the learner's script on the CPU, and looks at what they do: no clock is read."""
+"""Reads the learner's program, and what its last run has seen: how often each operator ran, and graphs."""
 
-import os
-from collections.abc import Callable
-from types import ModuleType
+import json
+import re
+from collections.abc import Mapping
+from hashlib import sha256
 
-import torch
-import torch._dynamo
-import torch.nn.functional as F
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import Dataset
-
-from trainkit.workshop.work import Workspace, Wrong, is_close
+from trainkit.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # Before you start the script: in one step of train_epoch, including `forward`, in how many places does the
@@ -87,34 +81,54 @@ SOLUTION = {
 ''',
 }
 STARTS_WITH = "`prediction`"
+RECORDED = {"01_singlegpu/exercises/04_fast/recorded": []}
 SCRIPT = "slow.py"
-BATCH = 8
+SEEN = "runs/seen.json"
 PLACES = 4  # of a step of the starter, at which the CPU waits
-CPU = torch.device("cpu")
+IMAGES = 2_000  # of an epoch
+STEPS = 31  # of an epoch, those with a full batch
+FUSED = '"aten::_fused_sgd_"'
+WRONG = [
+    (SEEN, '"aten::resize_": 221', '"aten::div": 2000', "that trains"),
+    (SCRIPT, "persistent_workers=True", "persistent_workers=False", "new loader workers"),
+    (SCRIPT, "labels.to(device, non_blocking=True)", "labels.to(device)", "is copied by a call that waits"),
+    (SCRIPT, '        pin_memory=device.type == "cuda",\n', "", "ordinary memory"),
+    (SEEN, '"aten::item": 2', '"aten::item": 33', "asks the GPU for a number"),
+    (SEEN, '"ToCopyBackward0"', '"none"', "for the CPU as well"),
+    (SCRIPT, "torch.bfloat16", "torch.float16", "GradScaler"),
+    (SEEN, '"torch.float32"', '"torch.bfloat16"', "Only the layers"),
+    (SEEN, FUSED, '"aten::mul_"', "operator by operator"),
+    (SEEN, FUSED, '"aten::_foreach_add_"', "list by list"),
+    (SEEN, '"graphs": 1', '"graphs": 2', "the batches of an epoch"),
+    (SEEN, '"aten::resize_": 221', '"aten::is_nonzero": 31', "which way an `if` goes"),
+    (SCRIPT, "        x = x.clamp(max=LARGEST)\n", "", "its output has changed"),
+    (SCRIPT, "@torch.no_grad()\n", "", "a backward pass that never comes"),
+    (SCRIPT, "EPOCHS = 3", "EPOCHS = 4", "run it once more"),
+]
 
 
 def check(workspace: Workspace) -> str:
     prediction = workspace.answers().number("prediction")
-    program = workspace.module(SCRIPT)
-    starter = Workspace(workspace.folder.parent / "starter").module(SCRIPT)
-    torch.set_num_threads(1)
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler would tell that there is no GPU
-    program.BATCH = BATCH
-    loaded = load(program)
-    seen = train(program)
+    text = workspace.text(SCRIPT)
+    if not (workspace.folder / SEEN).exists():
+        raise Wrong(f"There is no mine/{SEEN} yet, which mine/{SCRIPT} writes at its end: run it.")
+    seen = json.loads(workspace.text(SEEN))
+    calls = seen["calls"]
     symptoms = [
-        in_one_process(loaded),
-        blocking_copies(program, seen),
-        waiting_for_the_loss(program, seen),
-        full_precision(seen),
-        many_updates(program),
-        split_network(program, starter),
-        compiled_again(program, loaded.sizes),
-        graph_of_the_evaluation(program),
+        in_one_process(calls, text),
+        blocking_copies(text),
+        waiting_for_the_loss(calls),
+        full_precision(seen, text),
+        many_updates(calls),
+        split_network(calls, text),
+        compiled_again(seen["graphs"]),
+        graph_of_the_evaluation(text),
     ]
     remaining = [symptom for symptom in symptoms if symptom]
     if remaining:
         raise Wrong(f"{len(symptoms) - len(remaining)} of {len(symptoms)} repaired. Next: {remaining[0]}")
+    if seen["program"] != sha256(text.encode()).hexdigest():
+        raise Wrong(f"You have changed mine/{SCRIPT} since its last run: run it once more.")
     return (
         f"All {len(symptoms)} are repaired. You predicted that the CPU waits in {prediction:g} places of a "
         f"step. At first there were {PLACES}: the two copies, the `if` of the network, and `loss.item()`. "
@@ -124,43 +138,18 @@ def check(workspace: Workspace) -> str:
     )
 
 
-class Loaded:
-    """What two epochs of the learner's loader gave: who prepared the images, and the sizes of batches."""
-
-    def __init__(self) -> None:
-        self.processes: list[set[int]] = []
-        self.sizes: list[int] = []
+def is_set(argument: str, text: str) -> bool:
+    """Return whether the program gives an argument a value that is not False."""
+    return bool(re.search(rf"\b{argument}=(?!False|0\b)", text))
 
 
-class Processes(Dataset):
-    """Images that show the number of the process that prepared them; the last batch is not full."""
-
-    def __len__(self) -> int:
-        return 3 * BATCH + 2
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tensor([os.getpid()]), torch.tensor(index)
-
-
-def load(program: ModuleType) -> Loaded:
-    """Go through the learner's loader twice."""
-    loader = program.make_loader(Processes(), CPU)
-    loaded = Loaded()
-    for _ in range(2):
-        batches = [images for images, _ in loader]
-        loaded.processes.append({int(process) for images in batches for process in images})
-        loaded.sizes = [len(images) for images in batches]
-    return loaded
-
-
-def in_one_process(loaded: Loaded) -> str | None:
-    first, second = loaded.processes
-    if os.getpid() in first:
+def in_one_process(calls: Mapping[str, int], text: str) -> str | None:
+    if calls.get("aten::div", 0) >= IMAGES:
         return (
             "The images are prepared in the process that trains. While this process prepares a batch, it "
             "launches nothing, and the GPU waits. Who else could prepare the next batch?"
         )
-    if first != second:
+    if not is_set("persistent_workers", text):
         return (
             "Every epoch starts new loader workers, and waits until they are ready. Let the workers of the "
             "first epoch serve all epochs."
@@ -168,94 +157,13 @@ def in_one_process(loaded: Loaded) -> str | None:
     return None
 
 
-class OnTheHost:
-    """A batch that has not been copied to the device; notes how it is copied, and is the same tensor then."""
-
-    def __init__(self, tensor: torch.Tensor, copies: list[bool]) -> None:
-        self.tensor = tensor
-        self.copies = copies
-
-    def to(self, *target: object, non_blocking: bool = False, **more: object) -> torch.Tensor:
-        self.copies.append(non_blocking)
-        return self.tensor.to(*target, **more)
-
-    def cuda(self, device: object = None, non_blocking: bool = False) -> torch.Tensor:
-        self.copies.append(non_blocking)
-        return self.tensor
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-
-def batches(sizes: list[int], copies: list[bool]) -> list[tuple[OnTheHost, OnTheHost]]:
-    """Return batches of random images, the same in every call."""
-    random = torch.Generator().manual_seed(1)
-    return [
-        (
-            OnTheHost(torch.rand(size, 1, 28, 28, generator=random), copies),
-            OnTheHost(torch.randint(10, (size,), generator=random), copies),
-        )
-        for size in sizes
-    ]
-
-
-def small_network(layers: int = 1) -> nn.Module:
-    torch.manual_seed(1)
-    more = [nn.Linear(16, 16) for _ in range(layers - 1)]
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 16), *more, nn.Linear(16, 10))
-
-
-class Answers(nn.Module):
-    """A network that keeps its answers, and waits for nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = small_network()
-        self.kept: list[torch.Tensor] = []
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        answers = self.layers(images)
-        self.kept.append(answers.detach())
-        return answers
-
-
-class Trained:
-    """What two epochs did, one of 3 steps and one of 6."""
-
-    def __init__(self) -> None:
-        self.waits: list[int] = []
-        self.losses: list[tuple[float, float]] = []  # as returned, and as it should be
-        self.copies: list[bool] = []
-        self.types: set[torch.dtype] = set()
-        self.type_of_weights = torch.float32
-
-
-def train(program: ModuleType) -> Trained:
-    """Run the learner's train_epoch under the profiler."""
-    seen = Trained()
-    for steps in (3, 6):
-        model = Answers()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        chosen = batches(steps * [BATCH], seen.copies)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            returned = program.train_epoch(model, chosen, optimizer, CPU)
-        calls = {event.key: event.count for event in profiler.key_averages()}
-        seen.waits.append(calls.get("aten::item", 0))
-        pairs = zip(model.kept, chosen, strict=True)
-        of_batches = [F.cross_entropy(kept.float(), labels.tensor).item() for kept, (_, labels) in pairs]
-        seen.losses.append((float(returned), sum(of_batches) / steps))
-        seen.types |= {kept.dtype for kept in model.kept}
-        seen.type_of_weights = model.layers[-1].weight.dtype
-    return seen
-
-
-def blocking_copies(program: ModuleType, seen: Trained) -> str | None:
-    if not all(seen.copies):
+def blocking_copies(text: str) -> str | None:
+    if len(re.findall(r"\bnon_blocking=True\b", text)) < 2:
         return (
             "A batch is copied by a call that waits until the GPU has finished all its work and has the "
-            "batch. `to` has an argument for a copy that the CPU does not wait for."
+            "batch. `to` has an argument for a copy that the CPU does not wait for, of images and of labels."
         )
-    if not program.make_loader(Processes(), torch.device("cuda")).pin_memory:
+    if not is_set("pin_memory", text):
         return (
             "The copies do not block, but the batches are in ordinary memory, from which a GPU cannot copy "
             "by itself. In each step the CPU first copies them into memory that the GPU can read (pinned "
@@ -264,152 +172,79 @@ def blocking_copies(program: ModuleType, seen: Trained) -> str | None:
     return None
 
 
-def waiting_for_the_loss(program: ModuleType, seen: Trained) -> str | None:
-    few, many = seen.waits
-    if many > few:
+def waiting_for_the_loss(calls: Mapping[str, int]) -> str | None:
+    # An `if` on a tensor also asks for an item.
+    asked = calls.get("aten::item", 0) - calls.get("aten::is_nonzero", 0)
+    if asked >= STEPS:
         return (
-            f"In 3 steps the CPU asks the GPU for a number {few} times, in 6 steps {many} times. Each time "
-            "it waits until the GPU has finished all its work. Once after the epoch is enough."
+            f"In the {STEPS} steps of an epoch the CPU asks the GPU for a number {asked} times. Each time it "
+            "waits until the GPU has finished all its work. Once after the epoch is enough."
         )
-    for returned, true in seen.losses:
-        if not is_close(returned, true, 0.02):
-            return f"The mean loss of an epoch is {true:.3f}, but train_epoch returns {returned:.3f}."
     return None
 
 
-def full_precision(seen: Trained) -> str | None:
-    if seen.type_of_weights != torch.float32:
+def full_precision(seen: Mapping[str, object], text: str) -> str | None:
+    if seen["weights"] != "torch.float32":
         return (
-            f"The weights are {seen.type_of_weights} now, so small updates of them are lost. Only the layers "
+            f"The weights are {seen['weights']} now, so small updates of them are lost. Only the layers "
             "should compute in 16 bits, which is what autocast does."
         )
-    if torch.float16 in seen.types:
+    if re.search(r"\bfloat16\b", text):
         return (
             "The layers compute in float16, in which small gradients become 0 unless a GradScaler enlarges "
             "the loss. bfloat16 has the range of float32."
         )
-    if torch.float32 in seen.types:
+    # A graph that was compiled for a GPU does not show its casts.
+    if "autocast" not in text or (seen["device"] == "cpu" and "ToCopyBackward0" not in seen["calls"]):
         return (
             "The layers compute in float32. On a GPU, bfloat16 takes half the bytes and uses faster units. "
-            "Switch it on for the CPU as well, since the check runs there."
+            "Switch it on for the CPU as well."
         )
     return None
 
 
-def many_updates(program: ModuleType) -> str | None:
-    calls = []
-    for layers in (1, 5):
-        model = small_network(layers)
-        optimizer = program.make_optimizer(model)
-        model(torch.rand(BATCH, 784)).sum().backward()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            optimizer.step()
-        events = profiler.key_averages()
-        if any("_fused_" in event.key for event in events):
-            return None
-        calls.append(sum(event.count for event in events if event.key.startswith("aten::")))
-    few, many = calls
-    if any("_foreach_" in event.key for event in events):
+def many_updates(calls: Mapping[str, int]) -> str | None:
+    if any("_fused_" in name for name in calls):
+        return None
+    if any("_foreach_" in name for name in calls):
         return (
             "The optimizer updates the weights list by list (foreach), in several kernels. That is the "
             "default on a GPU. A single kernel can do all of it."
         )
     return (
-        f"To update 4 weights and biases, the optimizer calls {few} operators; for 12 it calls {many}. On a "
-        "GPU the CPU launches one or several kernels for each. A single kernel can do all of it."
+        "The optimizer updates each weight and bias operator by operator: see the rows aten::mul_ and "
+        "aten::add_ of the profile. On a GPU the CPU launches one or several kernels for each. A single "
+        "kernel can do all of it."
     )
 
 
-def split_network(program: ModuleType, starter: ModuleType) -> str | None:
-    torch.manual_seed(1)
-    model = program.Net()
-    torch._dynamo.reset()
-    explained = torch._dynamo.explain(model)(torch.rand(BATCH, 1, 28, 28))
-    if explained.graph_break_count:
-        line = explained.break_reasons[0].user_stack[-1].line
+def split_network(calls: Mapping[str, int], text: str) -> str | None:
+    if calls.get("aten::is_nonzero", 0):
         return (
-            f"torch.compile splits the network into {explained.graph_count} graphs, at `{line}`. There the "
-            "CPU needs a value from the GPU, or does something that no kernel can do."
+            "torch.compile splits the network into several graphs, at an `if`. There the CPU needs a value "
+            "from the GPU, to know which way an `if` goes."
         )
-    reference = starter.Net()
-    reference.load_state_dict(model.state_dict())
-    for brightness in (1, 1000):
-        images = brightness * torch.rand(BATCH, 1, 28, 28)
-        if not torch.allclose(model(images), reference(images), rtol=1e-3, atol=1e-4):
-            return (
-                "The network is in one piece, but its output has changed: before, no feature was larger than "
-                "LARGEST."
-            )
-    return None
-
-
-def compiled_again(program: ModuleType, sizes: list[int]) -> str | None:
-    graphs = []
-
-    def counting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    model = small_network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    compiled = torch.compile(model, backend=counting)
-    for _ in range(2):
-        program.train_epoch(compiled, batches(sizes, []), optimizer, CPU)
-    if len(graphs) > 1:
+    if len(re.findall(r"\bLARGEST\b", text)) < 2:
         return (
-            f"torch.compile compiles the network {len(graphs)} times, since the batches of an epoch have "
-            f"{', '.join(map(str, sizes))} images. Each time, the training waits for seconds or minutes. "
-            "Give all batches the same size, which a CUDA graph needs, too."
+            "The network is in one piece, but its output has changed: before, no feature was larger than "
+            "LARGEST."
         )
     return None
 
 
-class Asked(nn.Module):
-    """Answers that every image is a 0, and notes whether a backward pass is prepared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.graphs: list[bool] = []
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.graphs.append(torch.is_grad_enabled())
-        return F.one_hot(torch.zeros(len(images), dtype=torch.int64), 10).float()
+def compiled_again(graphs: int) -> str | None:
+    if graphs > 1:
+        return (
+            f"torch.compile makes {graphs} graphs of the network. If it is in one piece, the batches of an "
+            "epoch differ in their size: then it is compiled again, and the training waits for seconds or "
+            "minutes. Give all batches the same size, which a CUDA graph needs, too."
+        )
+    return None
 
 
-def graph_of_the_evaluation(program: ModuleType) -> str | None:
-    model = Asked()
-    test_batches = batches([BATCH, BATCH], [])
-    accuracy = program.evaluate(model, test_batches, CPU)
-    if any(model.graphs):
+def graph_of_the_evaluation(text: str) -> str | None:
+    if not re.search(r"\b(no_grad|inference_mode|set_grad_enabled)\b", text):
         return (
             "The evaluation keeps the output of every layer in memory, for a backward pass that never comes."
         )
-    zeros = [float((labels.tensor == 0).sum()) for _, labels in test_batches]
-    true = 100 * sum(zeros) / (2 * BATCH)
-    if not is_close(accuracy, true, 0.001):
-        return f"The accuracy is {true:.1f} %, but evaluate returns {accuracy:.1f}."
     return None
-
-
-CLAMP = "        x = x.clamp(max=LARGEST)\n"
-NO_NAN = "        if x.isnan().any():\n            raise ValueError\n"
-WORKERS = "num_workers=2,\n        persistent_workers=True,"
-AUTOCAST = "with torch.autocast(device.type, torch.bfloat16):"
-WRONG = [
-    (SCRIPT, WORKERS, "num_workers=0,", "that trains"),
-    (SCRIPT, "persistent_workers=True", "persistent_workers=False", "new loader workers"),
-    (SCRIPT, "labels.to(device, non_blocking=True)", "labels.to(device)", "is copied by a call that waits"),
-    (SCRIPT, 'pin_memory=device.type == "cuda"', "pin_memory=False", "ordinary memory"),
-    (SCRIPT, "total += loss.detach()", "total += loss.item()", "asks the GPU for a number"),
-    (SCRIPT, "total.item() / len(loader)", "loss.item()", "The mean loss of an epoch is"),
-    (SCRIPT, AUTOCAST, "if True:", "compute in float32"),
-    (SCRIPT, "bfloat16):", 'bfloat16, enabled=device.type == "cuda"):', "for the CPU as well"),
-    (SCRIPT, "torch.bfloat16", "torch.float16", "GradScaler"),
-    (SCRIPT, ", fused=True", "", "operators; for 12"),
-    (SCRIPT, "fused=True", "foreach=True", "list by list"),
-    (SCRIPT, CLAMP, NO_NAN + CLAMP, "into 2 graphs, at `if x.isnan().any():`"),
-    (SCRIPT, CLAMP, "", "its output has changed"),
-    (SCRIPT, "        drop_last=True,\n", "", "compiles the network 2 times"),
-    (SCRIPT, "@torch.no_grad()\n", "", "a backward pass that never comes"),
-]
