@@ -6,6 +6,7 @@ import random
 import re
 import runpy
 import signal
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,7 +37,7 @@ seen = Recorder("mine", model, optimizer, batch_size=10, epochs=2, dataset="d")
 tests = {"test_samples": (1, 3)[one], "test_loss": (4, 0)[one], "accuracy": (100, 0)[one]}
 seen.epoch((30, 10)[one], (1, 3)[one], (1.0, 5.0)[one], **tests, perplexity=(2, 6)[one])
 seen.epoch(*sys.argv[1:])"""
-# Each rank is given a folder for checkpoints, from which they resume.
+# Each rank is given a folder for checkpoints, as it sees the one that they should share.
 KEPT = """\
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -271,18 +272,44 @@ def _add_seconds(path: Path, seconds: float) -> None:
 
 @pytest.fixture
 def kept(forking: Forking, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `KEPT` with two ranks, of which the second is given another folder for checkpoints, and `word`."""
+    """Run `KEPT` with two ranks and `word`; the second has this folder for its checkpoints."""
     (tmp_path / "mine.py").write_text(KEPT)
     env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
-    given = (tmp_path / "mine.py", tmp_path / "saved", tmp_path / "none")
-    return lambda word="": forking.run(*given, word, ranks=2, env=env)
+
+    def run(word: str = "", folder: str = "saved") -> subprocess.CompletedProcess[str]:
+        given = (tmp_path / "mine.py", tmp_path / "saved", tmp_path / folder, word)
+        return forking.run(*given, ranks=2, env=env)
+
+    return run
 
 
-def test_a_recorder_resumes_from_the_file_of_rank_0(kept: Callable, tmp_path: Path) -> None:
-    """Another node may not see it yet, or have one of that name on a disk of its own."""
+def test_a_recorder_resumes_with_two_ranks(kept: Callable, tmp_path: Path) -> None:
     for epoch in (1, 2):
         assert succeeded(kept()).stdout.count(f"trained epoch {epoch}\n") == 2
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
+
+
+def test_a_folder_of_checkpoints_that_the_ranks_do_not_share_is_one_sentence(
+    kept: Callable, tmp_path: Path
+) -> None:
+    """A disk of each node has no such folder, or a file of that name with other weights, or half of one."""
+    told = kept(folder="none")
+    assert told.returncode == 1 and "UserError: not all ranks see the same" in told.stderr
+    assert not (tmp_path / "none").exists() and "trained" not in told.stdout
+
+    succeeded(kept())
+    (file,) = (tmp_path / "saved").glob("*.pt")
+    other = shutil.copytree(tmp_path / "saved", tmp_path / "other") / file.name
+    checkpoint = torch.load(file, weights_only=True)
+    checkpoint["parts"]["model"]["weight"] += 1
+    torch.save(checkpoint, other)
+    told = kept(folder="other")
+    assert told.returncode == 1 and "UserError: not all ranks see the same" in told.stderr
+
+    other.write_bytes(other.read_bytes()[:1000])
+    told = kept(folder="other")
+    assert told.returncode == 1 and "UserError: no checkpoint in" in told.stderr
+    assert file.exists()
 
 
 def test_a_recorder_resumes_with_its_own_training_only(kept: Callable) -> None:

@@ -2,9 +2,7 @@
 
 import atexit
 import gc
-import io
 import os
-import pickle
 import platform
 import threading
 from collections.abc import Callable, Iterator
@@ -24,8 +22,6 @@ from trainkit.distributed.meeting import DIFFERENT_PORT, DOCTOR
 from trainkit.distributed.names import Problem
 from trainkit.errors import PeerError, UserError, explain, fail, first_line
 
-# A large tensor travels in pieces of so many: a GPU needs no more memory for it.
-PIECE_BYTES = 2**26
 # What processes that do meet may need beyond twice --timeout.
 PATIENCE_SECONDS = 20
 # Between two entries of the log of where this process is, if it is the only one.
@@ -303,80 +299,12 @@ def sum_in_place(values: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(value: object, source: int = 0) -> object:
-    """Return the `value` of rank `source` on every rank; it must be picklable.
-
-    Its tensors in the CPU's memory travel one by one: each rank needs no more memory than they take.
-    """
+    """Return the `value` of rank `source` on every rank; it must be picklable."""
     if not dist.is_initialized():
         return value
-    if rank() == source:
-        packed, tensors = _without_tensors(value)
-        layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
-        dist.broadcast_object_list([packed, layouts], src=source)
-    else:
-        received = [None, None]
-        dist.broadcast_object_list(received, src=source)
-        packed, layouts = received
-        tensors = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in layouts]
-    for tensor in tensors:
-        _broadcast_in_place(tensor, source)
-    if rank() == source:
-        return value
-    return _WithTensors(packed, tensors).load()
-
-
-class _WithoutTensors(pickle.Pickler):
-    """Leaves a number in the place of each tensor of the CPU, and keeps these in `tensors`."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, value: object) -> int | None:
-        if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
-            return None
-        if value.requires_grad or value.is_quantized or not value.numel():
-            return None
-        self.tensors.append(value)
-        return len(self.tensors) - 1
-
-
-class _WithTensors(pickle.Unpickler):
-    """Puts `tensors` where `_WithoutTensors` has left their numbers."""
-
-    def __init__(self, packed: bytes, tensors: list[torch.Tensor]) -> None:
-        super().__init__(io.BytesIO(packed))
-        self._tensors = tensors
-
-    def persistent_load(self, number: int) -> torch.Tensor:
-        return self._tensors[number]
-
-
-def _without_tensors(value: object) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the value, pickled without its tensors, and these, each without gaps in memory.
-
-    A part of another tensor has gaps, and is copied. A layout such as channels_last stays.
-    """
-    packed = io.BytesIO()
-    pickler = _WithoutTensors(packed)
-    pickler.dump(value)
-    dense = []
-    for tensor in pickler.tensors:
-        has_gaps = torch.empty_like(tensor).stride() != tensor.stride()
-        dense.append(tensor.clone() if has_gaps else tensor)
-    return packed.getvalue(), dense
-
-
-def _broadcast_in_place(tensor: torch.Tensor, source: int) -> None:
-    """Send a tensor of the CPU, which has no gaps, through the devices that this process group connects."""
-    devices = dist.group.WORLD._device_types
-    device = "cpu" if torch.device("cpu") in devices else devices[0]
-    memory = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    for piece in memory.split(PIECE_BYTES):
-        travels = piece.to(device)
-        dist.broadcast(travels, src=source)
-        if travels is not piece:
-            piece.copy_(travels)
+    values = [value]
+    dist.broadcast_object_list(values, src=source)
+    return values[0]
 
 
 def on_rank_0(action: Callable[[], object]) -> object:

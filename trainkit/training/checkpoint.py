@@ -35,6 +35,7 @@ from trainkit.training.model import class_name, unwrapped
 from trainkit.training.rng_states import rng_states, seed_anew, set_rng_states
 from trainkit.training.state_file import (
     check_parts,
+    checksum,
     fitting,
     load_parts,
     load_verified,
@@ -85,10 +86,10 @@ class Progress(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The newest checkpoint that can be read; what its file has is only on rank 0."""
+    """The newest checkpoint that can be read, and what its file has."""
 
     path: Path
-    state: dict[str, object] | None
+    state: dict[str, object]
 
 
 class Checkpointer:
@@ -114,8 +115,8 @@ class Checkpointer:
             list or a dictionary that the loop changes in place: of a name that it binds anew, the first
             object would be saved. They are the same on all ranks, or rank 0's count. Of a network that is
             split over the ranks, `Sharded(model, optimizer)` is one part in place of both.
-        folder: by default `checkpoints` in the job's own folder; by hand in the one you are in. Split parts
-            need a folder that all ranks share.
+        folder: by default `checkpoints` in the job's own folder; by hand in the one you are in. All ranks
+            share it: each reads the checkpoint itself.
         every_steps, every_minutes: when `step` saves: whichever comes first.
         settings: what else makes another training, by name, such as {"batch size": 64}: a checkpoint that was
             made with others is refused. Paths count by their texts. The kinds of network, optimizer and
@@ -126,8 +127,9 @@ class Checkpointer:
             the state of its random numbers (Python, NumPy, PyTorch, its GPU).
 
     Raises:
-        UserError: if the folder cannot be written to, or another run saves there, or a part is split over the
-            ranks and not in `Sharded`, or something could not be saved, or not be loaded again.
+        UserError: if the folder cannot be written to, or not all ranks see it, or another run saves there, or
+            a part is split over the ranks and not in `Sharded`, or something could not be saved, or not be
+            loaded again.
     """
 
     def __init__(
@@ -170,8 +172,7 @@ class Checkpointer:
         process_group.on_rank_0(self._open_folder)
         for part in self._sharded.values():
             part.connect()
-        if self._sharded and not all(process_group.gather(self.folder.is_dir())):
-            raise UserError(f"not all ranks see {self.folder}: give a folder that they share.")
+        self._check_shared(process_group.gather(self._sees_folder()))
 
     def resume(self) -> Progress:
         """Resume from the newest checkpoint, and return where it was made; `Progress(1, 0)` if there is none.
@@ -413,15 +414,33 @@ class Checkpointer:
         for leftover in self.folder.glob(".epoch-*-step-*.tmp"):  # of a process that was killed
             _remove(leftover)
 
+    def _sees_folder(self) -> bool:
+        """Return whether this rank sees the folder, which rank 0 has made."""
+        # Asked to make it, a file server answers that it is there. Where a node has looked for it before,
+        # as the monitor does, NFS may remember for a minute that it is not.
+        try:
+            self.folder.mkdir()
+        except FileExistsError:
+            return True
+        except OSError:
+            return False
+        self.folder.rmdir()
+        return False
+
+    def _check_shared(self, answers: list[object]) -> None:
+        """Raise a UserError if a rank sees no folder, or another one than the others, by these answers."""
+        if not all(answers) or len(set(answers)) > 1:
+            raise UserError(f"not all ranks see the same {self.folder}: give a folder that they share.")
+
     # --- resuming -----------------------------------------------------------------------------------
 
     def _load_newest(self) -> None:
-        # Only rank 0 reads what is whole, so that all ranks get the same.
         found = self._newest_readable()
         if found is None:
             return
         path = found.path
-        checkpoint = process_group.broadcast(process_group.on_rank_0(lambda: self._checked(found)))
+        process_group.on_rank_0(lambda: self._check_same_training(found))
+        checkpoint = Checkpoint(**found.state)
         with fitting(path, DIFFERENT_FOLDER):
             load_parts(self._parts, checkpoint.parts)
             for name, part in self._sharded.items():
@@ -437,20 +456,22 @@ class Checkpointer:
         Raises:
             UserError: if there are checkpoints, and none can be read.
         """
-        paths = process_group.broadcast(process_group.on_rank_0(lambda: _checkpoints(self.folder)))
+        paths = process_group.on_rank_0(lambda: _checkpoints(self.folder)) or []
         damaged = []
-        for path in reversed(paths):
+        for name in process_group.broadcast([path.name for path in reversed(paths)]):
+            path = self.folder / name
             problem = ""
-            state = None
-            if process_group.is_rank_0():
-                try:
-                    state = load_verified(_file_of(path))
-                except Exception as error:  # PyTorch raises many kinds for a damaged file
-                    problem = first_line(error) or type(error).__name__
+            try:
+                state = load_verified(_file_of(path))
+            except Exception as error:  # PyTorch raises many kinds for a damaged file
+                problem = first_line(error) or type(error).__name__
             if _is_folder(path):
                 problem = problem or _problem_of_split_parts(path)
             problem = next(filter(None, process_group.gather(problem)), "")
             if not problem:
+                # Nodes may have files of one name on disks of their own. The ranks would train on from
+                # different weights, without a word.
+                self._check_shared(process_group.gather(checksum(_file_of(path))))
                 process_group.on_rank_0(lambda: _set_aside(damaged))
                 return Found(path, state)
             if process_group.is_rank_0() and not damaged:
@@ -463,8 +484,8 @@ class Checkpointer:
         if damaged:
             raise UserError(f"no checkpoint in {self.folder} can be read: {DIFFERENT_FOLDER}")
 
-    def _checked(self, found: Found) -> Checkpoint:
-        """Return what a checkpoint has, if it is of this training; on rank 0.
+    def _check_same_training(self, found: Found) -> None:
+        """Check that a checkpoint is of this training; on rank 0.
 
         Raises:
             UserError: if it is of another one, or of another version.
@@ -489,7 +510,6 @@ class Checkpointer:
             raise UserError(
                 f"{path} was made with {', '.join(differ)}: give the same, or a different folder."
             )
-        return checkpoint
 
     def _load_per_rank_state(self, per_rank_state: list[torch.Tensor] | None) -> None:
         if bool(self._per_rank_state) != bool(per_rank_state):
