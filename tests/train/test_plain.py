@@ -5,8 +5,8 @@ import io
 import random
 import re
 import runpy
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
