@@ -12,6 +12,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
+import step_phases
 import torch
 import torch.nn.functional as F
 from beyond.by_feature.by_hand_overlap import Buckets
@@ -27,7 +28,6 @@ from trainkit.distributed import process_group
 from trainkit.distributed.launchers import DistEnv
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
 from trainkit.errors import entrypoint
-from trainkit.training import step_phases
 from trainkit.training.model import Net
 from trainkit.training.optim import build_optimizer
 from trainkit.training.precision import set_float32_precision

@@ -46,7 +46,7 @@ class Accelerator:
     # Whether batches are copied to it. From pinned memory it fetches them by itself, as the CPU goes on.
     has_own_memory = True
     runs_ahead = True  # whether the CPU queues work for it, and runs ahead of it
-    captures_graphs = False  # whether training/capture.py can capture its steps
+    captures_graphs = False  # whether its steps can be captured in a CUDA graph
     eval_batch_size = 2_500  # of a test, without --test-batch-size
 
     def is_available(self) -> bool:

@@ -1,18 +1,18 @@
 """Where a training step goes: 03_multigpu_ddp/breakdown.py, its file and what it prints."""
 
+import importlib
 import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pandas as pd
 import pytest
 import torch
 from conftest import REPOSITORY, Script, one_error, ran, succeeded
-
-from trainkit.training import step_phases
 
 SCRIPT = REPOSITORY / "03_multigpu_ddp" / "breakdown.py"
 SMALL = ("--train-size", 48, "--batch-size", 16, "--width", 4, "--precision", "fp32", "--repeats", 1)
@@ -32,7 +32,9 @@ def slow_rank(
     text = text.replace("STEPS = 10  #", "STEPS = 4  #").replace("TRACED_STEPS = 3", "TRACED_STEPS = 1")
     slow = text.replace(OWN_WORK, f"dist_env.rank and __import__('time').sleep(0.1); {OWN_WORK}")
     (folder / "slow.py").write_text(slow)
-    (folder / "beyond").symlink_to(SCRIPT.with_name("beyond"))  # it imports by_hand_overlap.py
+    # It imports by_hand_overlap.py, and what lies beside it.
+    for name in ("beyond", "step_phases.py"):
+        (folder / name).symlink_to(SCRIPT.with_name(name))
     results = folder / "results"
     done = script(folder / "slow.py", *SMALL, "--repeats", 2, "--trace", "--results-dir", results, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -117,7 +119,14 @@ def test_the_exposed_communication_of_the_page_was_measured() -> None:
 # --- what is made of the times ----------------------------------------------------------------------
 
 
-def test_waiting_is_told_apart_from_communication() -> None:
+@pytest.fixture
+def step_phases(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What lies beside the script."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("step_phases")
+
+
+def test_waiting_is_told_apart_from_communication(step_phases: ModuleType) -> None:
     # The second rank computes 3 s longer; the all-reduce ends 2 s after that, for both.
     seconds_of = step_phases.split(times((1, 2, 9, 1), (2, 4, 6, 1)), times((1, 2, 4, 1), (2, 4, 4, 1)))
     of_ranks = {phase: seconds.mean(1).tolist() for phase, seconds in seconds_of.items()}
@@ -126,7 +135,7 @@ def test_waiting_is_told_apart_from_communication() -> None:
 
 
 @pytest.mark.parametrize(("step", "quiet"), [(1.04, True), (1.06, False)])
-def test_a_sum_that_is_not_the_step_is_told(step: float, quiet: bool) -> None:
+def test_a_sum_that_is_not_the_step_is_told(step: float, quiet: bool, step_phases: ModuleType) -> None:
     seconds = step_phases.split(times((0.2, 0.2, 0.4, 0.2)), times((0.2, 0.2, 0.4, 0.2)))
     told = step_phases.as_text(FACTS, seconds, torch.full((1, 3), step, dtype=torch.float64))
     assert f"phases sum to 1000.00 ms, the step takes {1000 * step:.2f} ms" in told

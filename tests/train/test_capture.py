@@ -3,6 +3,7 @@
 As far as a machine without a GPU shows it; test_gpu.py has the rest.
 """
 
+import importlib
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from trainkit.data.datasets import InMemoryDataset
 from trainkit.data.loaders import eval_loader, train_loader
 from trainkit.distributed.launchers import DistEnv
 from trainkit.errors import UserError
-from trainkit.training import capture
 
 CPU = torch.device("cpu")
 
@@ -97,6 +97,8 @@ def test_eager_it_is_stage_03(script: Script, tmp_path: Path) -> None:
     assert {row["stage"] for row in captured} == {"ddp-eager"}
 
 
-def test_data_parallel_cannot_be_captured() -> None:
+def test_data_parallel_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BY_FEATURE)
+    capture = importlib.import_module("capture")
     with pytest.raises(UserError, match="DataParallel copies the network"):
         capture.check(nn.DataParallel(nn.Linear(1, 1)))

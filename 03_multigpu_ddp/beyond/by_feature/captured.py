@@ -5,6 +5,7 @@ Try: torchrun --standalone --nproc-per-node=1 captured.py --epochs 3 --batch-siz
 
 from dataclasses import dataclass
 
+import capture
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,7 +15,6 @@ from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import augmentation, eval_loader, train_loader
 from trainkit.distributed.process_group import destroy_distributed, init_distributed
 from trainkit.errors import entrypoint
-from trainkit.training import capture
 from trainkit.training.evaluation import evaluate
 from trainkit.training.model import Net
 from trainkit.training.optim import build_optimizer
