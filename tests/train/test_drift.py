@@ -8,8 +8,9 @@ from conftest import ENVIRONMENT, STAGES, Script, failed, succeeded
 from forking import Forking
 
 # The words in `sys.argv` are those of the command line: with `same` all ranks have the same samples,
-# with `halves` each has a part of a larger layer, with `expert` a layer of its own beside the others. A
-# schedule that each of N ranks steps N times, as that of Accelerate.
+# with `halves` each has a part of a larger layer, with `expert` a layer of its own beside the others, and
+# with `step 0` only rank 0 steps its optimizer. A schedule that each of N ranks steps N times, as that of
+# Accelerate.
 ON_RANKS = """
 import sys, torch, torch.distributed as dist, torch.distributed.nn.functional
 from trainkit.training.recorder import Recorder
@@ -35,7 +36,8 @@ for epoch in range(3):
         network(torch.randn(8 // dist.get_world_size(), 4)).square().mean().backward()
         if "expert" in sys.argv:
             dist.all_reduce(model.bias.grad)
-        optimizer.step()
+        if "step 0" not in sys.argv or dist.get_rank() == 0:
+            optimizer.step()
         for _ in range(dist.get_world_size()):
             lr_scheduler.step()
     seen.epoch(64 // dist.get_world_size(), 1.0, 0.5)
@@ -75,9 +77,10 @@ def test_a_recorder_tells_ranks_that_train_alone(forking: Forking, tmp_path: Pat
     """Unless it is told that their weights differ rightly; and nothing of ranks that train together."""
     (tmp_path / "ranks.py").write_text(ON_RANKS)
     env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
-    alone = forking.run(tmp_path / "ranks.py", ranks=2, env=env)
-    assert alone.returncode == 1
-    assert "UserError: each of the 2 ranks has trained a Linear of its own" in alone.stderr
+    for ways in ([], ["wrapped", "step 0"]):
+        alone = forking.run(tmp_path / "ranks.py", *ways, ranks=2, env=env)
+        assert alone.returncode == 1
+        assert "UserError: each of the 2 ranks has trained a Linear of its own" in alone.stderr
     for ways in (["same"], ["same", "wrapped"]):
         told = forking.run(tmp_path / "ranks.py", *ways, ranks=2, env=env)
         assert told.returncode == 1

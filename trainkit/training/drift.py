@@ -46,15 +46,17 @@ class Drift:
             after = {name: sums for name, sums in _sums(network).items() if name in before}
             alike = _alike(after, process_group.broadcast(after), before)
             of_tensors = zip(*process_group.gather(alike), strict=False)
-            # A tensor of which no rank knows more than None tells nothing.
+            # A tensor of which no rank knows more than None tells nothing. Where only some ranks have changed
+            # it, they have not trained together: seen, with `if rank == 0: optimizer.step()`.
             changed = [of_ranks for of_ranks in of_tensors if set(of_ranks) != {None}]
-            changed_alike = [set(of_ranks) <= {True, None} for of_ranks in changed]
+            changed_alike = [all(of_ranks) for of_ranks in changed]
             if changed and not any(changed_alike):
                 kind = type(network).__name__
                 raise UserError(
                     f"each of the {process_group.count()} ranks has trained a {kind} of its own, as nothing "
-                    "has averaged their gradients: train through DistributedDataParallel(model), or through "
-                    "what Accelerate's prepare or Fabric's setup returns (on CPUs: Accelerator(cpu=True)). "
+                    "has averaged their gradients, or not all of them step the optimizer: train through "
+                    "DistributedDataParallel(model), or through what Accelerate's prepare or Fabric's setup "
+                    "returns (on CPUs: Accelerator(cpu=True)), and call optimizer.step() on every rank. "
                     "If they are to differ, give Run per_rank_state, or Recorder weights_differ=True."
                 )
             all_alike = all_alike and all(changed_alike)
