@@ -1,8 +1,9 @@
 """What every submit.py shares: the command line, the checks, and what surrounds the call of submitit.
 
 The executor, its parameters and the call of `submit` stand in the submit.py of each stage. `sending`
-surrounds them: it checks the request, prepares the environment, and turns a refusal into one sentence. Sweeps
-and `make compare` send their jobs by the same submit.py (`submitter`).
+surrounds them: it checks the request, prepares the environment, and turns a refusal into one sentence.
+Without Slurm, sweeps and `make compare` start their runs by the same submit.py (`submitter`); with Slurm they
+send job scripts (`send_script`).
 
 PyTorch and submitit are not loaded before they are needed: login nodes are slow and shared.
 """
@@ -364,7 +365,7 @@ def _working_dir(folder: Path | None) -> Iterator[None]:
 
 
 def submitter(stage: Stage) -> Callable[[Request], Handle]:
-    """Return `submit` of the stage's submit.py, so that what a user changes there holds for sweeps, too."""
+    """Return `submit` of the stage's submit.py."""
     return runpy.run_path(str(REPOSITORY / STAGE_FOLDERS[stage.name] / "submit.py"))["submit"]
 
 
