@@ -72,7 +72,7 @@ APART = {"SBATCH_EXCLUSIVE": "exclusive"}  # as the documents say
 
 
 def test_a_killed_sweep_resumes_and_a_failing_run_leaves_the_others(on_cluster: SweepCheckout) -> None:
-    on_cluster.plant("ddp", "if os.environ['WORLD_SIZE'] == '1': raise ValueError('planted')")
+    on_cluster.plant("ddp", "if os.environ['SLURM_NTASKS'] == '1': raise ValueError('planted')")
     arguments = (*SMALL, "--epochs", 2, "--stages", "single,ddp", "--precision", "fp32", "--max-jobs", 2)
     single, ddp1, ddp2 = RUNS
     with ThreadPoolExecutor() as background:
