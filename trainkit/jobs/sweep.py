@@ -214,6 +214,7 @@ class Sweep:
 
         A run keeps its number: its job may be in the queue.
         """
+        self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / job_script.COMMANDS
         lines = {}
         if file.exists():
