@@ -150,7 +150,8 @@ def _send(sweep: Sweep, runs: Sequence[PlannedRun], max_jobs: int) -> dict[Plann
         handles |= {run: _handle(sweep, run, array, numbers[run]) for run in alike}
         side_by_side.append(array)
         running += at_a_time
-        print_line(f"array {array}: {len(alike)} run(s), {alike[0].name} to {alike[-1].name}")
+        others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        print_line(f"array {array}: {alike[0].name}{others}")
     return handles
 
 
