@@ -236,7 +236,7 @@ def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
 
     write_run(tmp_path, "large", [10, 1400, 1400], global_batch=1024, images=59392)
     text, _, figures = compared()
-    assert numbers_in(verdict_of(text)) == ["8", "4.00", "50", "1024", "8", "5.60", "70", "128"]
+    assert numbers_in(verdict_of(text)) == ["8", "4.00", "50", "1024"]
     assert len(figures["speedup.png"].axes[0].lines) == 3  # the ideal one, and strict and weak
 
 
@@ -333,7 +333,7 @@ def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) 
     assert dict(marks) == {batch: mark for batch, (*_, mark) in cases.items()}
     assert cells(text, "ddp", 4)[5] == "qe"
     for mark in "qes":
-        assert f"doubt {mark}: " in text and f"rows with doubt {mark}" in verdict_of(text)
+        assert f"doubt {mark}: " in text and f"{mark} (" in verdict_of(text)
     assert "doubt qe" in verdict_of(text)
     assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
 
@@ -359,7 +359,7 @@ def test_other_arguments_rates_and_scripts_make_a_speedup_doubtful(
     two = table[table.devices == 2].set_index("global_batch")
     assert dict(two.doubt.fillna("")) == {batch: mark for batch, (_, mark) in cases.items()}
     assert two.speedup.notna().all()
-    assert "doubt r" in verdict_of(text)
+    assert "r (the learning rates differ)" in verdict_of(text)
     # The run on one device whose arguments are the same is the one to compare with.
     write_run(tmp_path, "nearer", [10, 800, 800], **one | {"arguments": "--dropout=0.2"}, global_batch=340)
     _, table, _ = compared()
@@ -482,7 +482,7 @@ def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
     text, table, _ = compared()
     assert list(table.speedup) == [1, 1.5] and set(table.baseline) == {"ddp"}
     assert "[1] speedup against ddp" in text
-    assert "as fast as DDP on one" in verdict_of(text) and "no DataParallel run" in verdict_of(text)
+    assert "as fast as DDP on one" in verdict_of(text)
 
 
 @pytest.mark.parametrize(
@@ -543,7 +543,7 @@ def test_each_batch_has_its_own_line(tmp_path: Path, compared: Compared) -> None
         write_run(tmp_path, f"two-{batch}", [10, two, two], **ddp(2, global_batch=batch))
     text, table, _ = compared()
     assert list(table[table.stage == "ddp"].speedup) == [1.2, 1.9]
-    assert numbers_in(verdict_of(text))[:5] == ["2", "1.90", "95", "1024", "1.20"]
+    assert numbers_in(verdict_of(text)) == ["2", "1.90", "95", "1024"]
 
 
 def test_data_parallel_on_one_device_has_no_speedup(tmp_path: Path, compared: Compared) -> None:

@@ -136,18 +136,17 @@ def marks(row: TableRow, baselines: list[TableRow]) -> str:
 
 
 def legend(table: pd.DataFrame) -> list[str]:
-    """Return what each mark in the table means, a line each."""
-    return [f"doubt {doubt.mark}: {doubt.problem} ({doubt.evidence})." for doubt in _doubts_in(table)]
+    """Return what each mark in the table means, and what helps, a line each."""
+    return [
+        f"doubt {doubt.mark}: {doubt.problem} ({doubt.evidence}). What helps: {doubt.remedy}."
+        for doubt in _doubts_in(table)
+    ]
 
 
 def sentence(table: pd.DataFrame) -> str:
-    """Name the rows whose speeds are not to be relied on, and what to do; "" if no row is marked."""
-    reasons = [
-        f"{doubt.problem} (rows with doubt {doubt.mark}): {doubt.remedy}" for doubt in _doubts_in(table)
-    ]
-    if not reasons:
-        return ""
-    return f"Do not rely on every speed: {'; '.join(reasons)}."
+    """Name the rows whose speeds are not to be relied on, and why; "" if no row is marked."""
+    reasons = [f"{doubt.mark} ({doubt.problem})" for doubt in _doubts_in(table)]
+    return f"Do not rely on the speed of rows with doubt {', '.join(reasons)}." if reasons else ""
 
 
 def _doubts_in(table: pd.DataFrame) -> list[Doubt]:

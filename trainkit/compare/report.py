@@ -254,83 +254,55 @@ def _notes(rows: pd.DataFrame, skipped: list[str], speeds: set[str]) -> list[str
 
 
 def verdict(table: pd.DataFrame) -> str:
-    """Say what the comparison (from `compare`) shows at its largest counts, and whether to doubt it."""
-    clauses = []
+    """Say for each section what its largest counts of devices gain over one, and which rows to doubt."""
+    sentences = []
     for values, section in table.groupby(SECTION_BY):
+        trainings = [stage for stage in (DDP, DP) if stage in set(section.stage)]
+        trainings += sorted(set(section.stage) - set(TUTORIAL_STAGES))
+        clauses = [_judge(stage, section[section.stage == stage]) for stage in trainings]
+        sentence = "; ".join(clauses) or "there is no run on several devices"
         named = [
             value for value, column in zip(values, SECTION_BY, strict=True) if table[column].nunique() > 1
         ]
-        present = set(section.stage)
-        own_trainings = sorted(present - set(TUTORIAL_STAGES))
-        # With trainings of one's own, no stage of the tutorial is missed.
-        judged = [stage for stage in (DDP, DP) if stage in present or not own_trainings]
-        judged += own_trainings
-        clause = "; ".join(_judge(stage, section[section.stage == stage]) for stage in judged)
         if named:
-            clause = f"on {', '.join(named)}: {clause}"
-        clauses.append(clause)
-    text = "; ".join(clauses) + "."
+            sentence = f"{', '.join(named)}: {sentence}"
+        sentences.append(f"{sentence}.")
     doubtful = doubts.sentence(table)
     if doubtful:
-        text += f" {doubtful}"
-    # The name of a training of one's own stays unchanged.
-    if text.startswith(("there ", "on ")):
-        return text[0].upper() + text[1:]
-    return text
+        sentences.append(doubtful)
+    return " ".join(sentences)
 
 
 def _judge(stage: str, rows: pd.DataFrame) -> str:
-    """Return the clause of the verdict on a stage."""
+    """Return the clause of the verdict on a stage: the best speedup on the most devices."""
     name = stage_name(stage)
     is_one_process = stage == DP or (rows.world_size < rows.devices).any()
     unit = "device" if is_one_process else "worker"
     on_several = rows[rows.devices > 1]
-    if rows.empty:
-        return f"there is no {name} run"
     if on_several.empty:
-        return f"{name} had only one {unit} and cannot be judged here"
+        return f"{name} had only one {unit} and cannot be judged"
     units = f"CPU {unit}s" if is_cpu(rows.device_name.iloc[0]) else f"{unit}s"
-    strong = on_several[on_several.speedup.notna()]
-    weak = on_several[on_several.weak_efficiency.notna()]
-    if strong.empty and weak.empty:
-        why = on_several.why.iloc[0] if on_several.why.nunique() == 1 else "for the reasons noted"
-        return f"{name} on {on_several.devices.max()} {units} cannot be judged here ({why})"
-    clauses = []
-    if not strong.empty:
-        speedups = _best_and_worst(strong, name, batch="global batch {0.global_batch}")
-        clauses.append(f"on {strong.devices.max()} {units} trained {speedups}")
-    if not weak.empty:
-        as_strong = weak.assign(
-            speedup=weak.weak_efficiency * weak.devices,
-            efficiency=weak.weak_efficiency,
-            baseline=weak.weak_baseline,
+    compared = on_several[on_several.speedup.notna()]
+    batch = "global batch {0.global_batch}"
+    if compared.empty:
+        compared = on_several[on_several.weak_efficiency.notna()]
+        compared = compared.assign(
+            speedup=compared.weak_efficiency * compared.devices,
+            efficiency=compared.weak_efficiency,
+            baseline=compared.weak_baseline,
         )
-        speedups = _best_and_worst(as_strong, name, batch="batch {0.batch_per_device} on each")
-        clauses.append(f"in weak scaling on {weak.devices.max()} {units} trained {speedups}")
-    return f"{name} {', and '.join(clauses)}"
-
-
-def _best_and_worst(rows: pd.DataFrame, name: str, batch: str) -> str:
-    """Describe the speedup at the largest device count of `rows`, at best and at worst.
-
-    `batch` is a template for the batch of a row, which is equal in its baseline.
-    """
-    at_largest_count = rows[rows.devices == rows.devices.max()].sort_values("speedup", ascending=False)
-    best, worst = at_largest_count.iloc[0], at_largest_count.iloc[-1]
+        batch = "batch {0.batch_per_device} on each"
+    if compared.empty:
+        why = on_several.why.iloc[0] if on_several.why.nunique() == 1 else "for the reasons noted"
+        return f"{name} on {on_several.devices.max()} {units} cannot be judged ({why})"
+    best = compared.sort_values(["devices", "speedup"]).iloc[-1]
     baseline = "single" if best.baseline == SINGLE else f"{name} on one"
-    text = f"{best.speedup:.2f}x as fast as {baseline} ({_efficiency_in_words(best, batch)})"
-    if len(at_largest_count) > 1:
-        text += f" at best, {worst.speedup:.2f}x at worst ({_efficiency_in_words(worst, batch)})"
-    if best.speedup < 1:
-        text += ", which is slower than one"
-    return text
-
-
-def _efficiency_in_words(row: pd.Series, batch: str) -> str:
-    """Return the efficiency of a row, and what it was measured at."""
-    circumstances = [batch.format(row), row.variant]
-    if row.nodes > 1:
-        circumstances.append(f"{row.nodes} nodes")
-    if row.doubt:
-        circumstances.append(f"doubt {row.doubt}")
-    return f"{100 * row.efficiency:.0f} % efficiency at {', '.join(filter(None, circumstances))}"
+    circumstances = [batch.format(best), best.variant]
+    if best.nodes > 1:
+        circumstances.append(f"{best.nodes} nodes")
+    if best.doubt:
+        circumstances.append(f"doubt {best.doubt}")
+    return (
+        f"{name} on {best.devices} {units} trained {best.speedup:.2f}x as fast as {baseline} "
+        f"({100 * best.efficiency:.0f} % efficiency at {', '.join(filter(None, circumstances))})"
+    )
