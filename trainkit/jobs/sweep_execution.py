@@ -16,7 +16,8 @@ from trainkit.jobs import following, job_log, job_script, local, slurm, submissi
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle, State
 from trainkit.jobs.sweep import Sweep
 from trainkit.jobs.sweep_plan import PlannedRun
-from trainkit.record import records, samples
+from trainkit.monitor import samples
+from trainkit.record import records
 
 # Epochs of a run: one to warm up, two to measure.
 EPOCHS = 3
