@@ -457,6 +457,9 @@ def test_options_of_sbatch_are_passed_on_and_come_before_the_sites(on_cluster: C
     (script,) = folder.glob("*_submission.sh")
     for text in (shown, script.read_text()):
         assert {"#SBATCH --job-name=vae", "#SBATCH --mem=1G"} <= set(text.splitlines()) and "900M" not in text
+    # The variable of the site comes before its form.
+    shown = succeeded(on_cluster.submit_py("single", "--dry-run")).stdout
+    assert "#SBATCH --mem=4G\n" in shown and "900M" not in shown
     swept = ("--stages", "single", "--gpus", 1, "--batch-size", 500)
     done = on_cluster.python("slurm/sweep.py", *swept, "--dependency", "afterwards")
     assert done.returncode == 1 and "dependency" in done.stderr, done.stdout + done.stderr
