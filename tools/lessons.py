@@ -153,7 +153,9 @@ def _table(folder: Path, name: str, columns: str = "") -> str:
     if name.endswith(".csv"):
         head, *body = csv.reader(lines)
         return _markdown([head, ["---"] * len(head), *body], columns)
-    return _markdown([line[2:-2].split(" | ") for line in lines if line.startswith("|")], columns)
+    head, _, *body = [line for line in lines if line.startswith("|")]
+    cells = [[cell.strip() for cell in line[2:-1].split(" | ")] for line in (head, *body)]
+    return _markdown([cells[0], ["---"] * len(cells[0]), *cells[1:]], columns)
 
 
 def _comparison(folder: Path, name: str, columns: str = "") -> str:

@@ -6,22 +6,22 @@ html_page.write(out / "comparison.html", [Page("Comparison", [verdict, shown], [
 import base64
 import shlex
 import sys
-from html import escape
 from pathlib import Path
-from string import Template
 
+import jinja2
 import pandas as pd
 
-from trainkit.compare.page import LEFT_ALIGNED, Block, Command, Heading, Page
+from trainkit.compare.page import Page
 from trainkit.files import replacing
 
-TEMPLATE = Template("""\
+# A table that is wider than the window scrolls in its own box.
+TEMPLATE = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
 <!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
+<title>{{ pages[0].title }}</title>
 <style>
 :root { color-scheme: light dark }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
@@ -30,17 +30,37 @@ div { overflow-x: auto }
 table { border-collapse: collapse; font-size: 0.9rem; white-space: nowrap }
 td { font-variant-numeric: tabular-nums }
 th, td { padding: 0.2rem 0.4rem; border-bottom: 1px solid #8886; text-align: right }
-.left { text-align: left }
+th:first-child, td:first-child { text-align: left }
 img { width: 44rem; max-width: 100%; border-radius: 4px }
 figure { margin: 1.5rem 0 }
 pre { overflow-x: auto; padding: 0.6rem; background: #8882 }
 </style>
 </head>
 <body>
-$body
+{% for page in pages %}
+<h1>{{ page.title }}</h1>
+{% for block in page.blocks %}
+{% if block is string %}
+<p>{{ block }}</p>
+{% elif block.to_html is defined %}
+<div>{{ table(block) | safe }}</div>
+{% elif block.text is defined %}
+<h2>{{ block.text }}</h2>
+{% else %}
+<ul>
+{% for sentence in block %}
+<li>{{ sentence }}</li>
+{% endfor %}
+</ul>
+{% endif %}
+{% endfor %}
+{% for name in page.figures %}
+<figure><img alt="{{ name.removesuffix('.png') }}" src="data:image/png;base64,{{ data(name) }}"></figure>
+{% endfor %}
+{% endfor %}
 <hr>
 <p>Made by this command:</p>
-$command
+<pre>{{ command }}</pre>
 </body>
 </html>
 """)
@@ -52,46 +72,20 @@ def write(path: Path, pages: list[Page]) -> None:
     Raises:
         OSError: if `path` cannot be written, or a figure in its folder cannot be read.
     """
-    parts = []
-    for page in pages:
-        parts.append(f"<h1>{escape(page.title)}</h1>")
-        parts += map(_block, page.blocks)
-        parts += [_figure(path.parent / name) for name in page.figures]
-    text = TEMPLATE.substitute(
-        title=escape(pages[0].title), body="\n".join(parts), command=_block(Command(_own_command()))
+    text = TEMPLATE.render(
+        pages=pages,
+        table=_table,
+        data=lambda name: base64.b64encode((path.parent / name).read_bytes()).decode(),
+        command=_own_command(),
     )
     with replacing(path) as file:
-        file.write(text)
-
-
-def _block(block: Block) -> str:
-    if isinstance(block, pd.DataFrame):
-        return _table(block)
-    if isinstance(block, Heading):
-        return f"<h2>{escape(block.text)}</h2>"
-    if isinstance(block, Command):
-        return f"<pre>{escape(block.line)}</pre>"
-    if isinstance(block, list):
-        return "\n".join(["<ul>", *(f"<li>{escape(sentence)}</li>" for sentence in block), "</ul>"])
-    return f"<p>{escape(block)}</p>"
+        file.write(f"{text}\n")
 
 
 def _table(shown: pd.DataFrame) -> str:
-    styles = [' class="left"' if name in LEFT_ALIGNED else "" for name in shown]
-    lines = [_row("th", list(shown), styles), *(_row("td", row, styles) for row in shown.values.tolist())]
-    # A table that is wider than the window scrolls in its own box.
-    return "\n".join(["<div><table>", *lines, "</table></div>"])
-
-
-def _row(tag: str, cells: list[str], styles: list[str]) -> str:
-    written = [f"<{tag}{style}>{escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True)]
-    return f"<tr>{''.join(written)}</tr>"
-
-
-def _figure(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode()
-    name = escape(path.stem)
-    return f'<figure><img alt="{name}" src="data:image/png;base64,{data}"></figure>'
+    # Or pandas would cut off what is longer than 50 characters.
+    with pd.option_context("display.max_colwidth", None):
+        return shown.to_html(index=False, border=0)
 
 
 def _own_command() -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
+from tabulate import tabulate
 
 from trainkit.files import explained, replacing
 
@@ -28,15 +29,8 @@ class Heading:
     text: str
 
 
-@dataclass(frozen=True)
-class Command:
-    """A line for a shell."""
-
-    line: str
-
-
 # A string is a paragraph, a list has a sentence for each point, and the cells of a table are texts.
-Block = str | list[str] | pd.DataFrame | Heading | Command
+Block = str | list[str] | pd.DataFrame | Heading
 
 
 @dataclass(frozen=True)
@@ -79,49 +73,36 @@ def wrapped(note: str) -> str:
 
 def plain(shown: pd.DataFrame) -> str:
     """Lay out a table of texts for a terminal; a long `variant` has more lines than one."""
-    lines = []
-    for row in shown.to_dict("records"):
-        first, *more = _variant_lines(row.get("variant", ""))
-        lines.append(row | {"variant": first})
-        lines += [{"variant": text} for text in more]
-    columns = []
-    for name in shown:
-        cells = [name, *(line.get(name, "") for line in lines)]
-        width = max(map(len, cells))
-        if name in LEFT_ALIGNED:
-            columns.append([cell.ljust(width) for cell in cells])
-        else:
-            columns.append([cell.rjust(width) for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+    if "variant" in shown:
+        shown = shown.assign(variant=shown.variant.map(_in_lines))
+    # As a row: tabulate makes each column wider than its header.
+    header = list(shown)
+    return tabulate(
+        [header, *shown.to_numpy().tolist()],
+        tablefmt="plain",
+        disable_numparse=True,
+        colalign=["left" if name in LEFT_ALIGNED else "right" for name in header],
+    )
 
 
-def _variant_lines(variant: str) -> list[str]:
+def _in_lines(variant: str) -> str:
     """Wrap a variant between two of its settings, not within one."""
     unbroken = variant.replace(" ", NO_BREAK_SPACE).replace(f",{NO_BREAK_SPACE}", ", ")
-    lines = textwrap.wrap(unbroken, VARIANT_WIDTH, break_on_hyphens=False)
-    return [line.replace(NO_BREAK_SPACE, " ") for line in lines] or [""]
+    wrapped_variant = textwrap.fill(unbroken, VARIANT_WIDTH, break_on_hyphens=False)
+    return wrapped_variant.replace(NO_BREAK_SPACE, " ")
 
 
 def markdown(block: Block) -> str:
     """Lay out a block for Markdown."""
     if isinstance(block, pd.DataFrame):
-        return _markdown_table(block)
+        # A bar would end the cell, which tabulate does not escape.
+        cells = block.replace(r"\|", r"\\|", regex=True)
+        return cells.to_markdown(index=False, tablefmt="github", disable_numparse=True)
     if isinstance(block, Heading):
         return f"## {block.text}"
-    if isinstance(block, Command):
-        return f"```\n{block.line}\n```"
     if isinstance(block, list):
         return "\n".join(f"- {sentence}" for sentence in block)
     return block
-
-
-def _markdown_table(shown: pd.DataFrame) -> str:
-    rows = [list(shown), ["---"] * len(shown.columns), *shown.values.tolist()]
-    lines = []
-    for row in rows:
-        cells = [cell.replace("|", "\\|") for cell in row]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
