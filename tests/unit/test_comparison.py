@@ -397,9 +397,9 @@ def test_arguments_that_give_a_recorded_number_raise_no_doubt(tmp_path: Path, co
     one = own(1, arguments="--gpus 1 --batch-size 256 --dropout 0.1")
     write_run(tmp_path, "one", [10, 1000, 1000], **one)
     write_run(
-        tmp_path, "two", [10, 1600, 1650], **own(2, arguments="--gpus 2 --batch-size 128 --dropout 0.1")
+        tmp_path, "two", [10, 1600, 1650], **one | own(2, arguments="--gpus 2 --batch-size 128 --dropout 0.1")
     )
-    write_run(tmp_path, "four", [10, 3000, 3000], **own(4, arguments="--gpus 4 --batch-size 64 --fast"))
+    write_run(tmp_path, "four", [10, 3000, 3000], **one | own(4, arguments="--gpus 4 --batch-size 64 --fast"))
     text, table, _ = compared()
     assert list(table.doubt.fillna("")) == ["", "", "a"]
     assert table.other_arguments.iloc[-1] == "--dropout 0.1, --fast" and "--dropout 0.1, --fast" in text

@@ -101,11 +101,11 @@ def other_arguments(row: TableRow, baseline: TableRow) -> list[str]:
 
 
 def _is_recorded(word: str, row: TableRow) -> bool:
-    """Return whether the value of an argument is a number of the run's size, or its learning rate."""
+    """Return whether the value of an argument is a number of the run's size."""
     sizes = [row.devices, row.nodes, row.devices // row.nodes]
     sizes += [row.global_batch, row.global_batch // row.devices, row.accumulate]
     with suppress(ValueError):
-        return float(word.rpartition("=")[2]) in (*sizes, float(row.lr))
+        return float(word.rpartition("=")[2]) in sizes
     return False
 
 
