@@ -56,6 +56,8 @@ print(sorted(comparison.summarize(rows).variant))
 class OptionsOfScript(options.Options):
     hidden: int = option(128, type=int, metavar="N", help="neurons", shapes_training=True)
     tied: bool = option(False, help="one matrix for both", shapes_training=True)
+    print_every: int = option(10, type=int, metavar="N", help="steps between two lines")
+    compiled: bool = option(False, help="compile the network")
     not_used = {"width"}
 
 
@@ -96,9 +98,11 @@ def test_a_default_can_be_read_back(name: str, tmp_path: Path) -> None:
 
 
 def test_what_shapes_a_training_without_a_column_is_in_its_settings() -> None:
-    """Options of the script's own."""
-    opts = parse_options("", OptionsOfScript, arguments=["--recipe", "sgd", "--tied"])
+    """Options of the script's own; those that shape none, and have another value, are its arguments."""
+    arguments = ["--recipe", "sgd", "--tied", "--compiled", "--print-every", "5"]
+    opts = parse_options("", OptionsOfScript, arguments=arguments)
     assert opts.settings() == "hidden=128 tied"
+    assert opts.other_arguments() == "--print-every=5 --compiled"
 
 
 def test_options_reach_the_processes_that_a_script_spawns() -> None:
