@@ -12,7 +12,7 @@ try:
     from trainkit import errors
     from trainkit.jobs import submission
     from trainkit.jobs.following import Handle, follow
-    from trainkit.jobs.submission import Request
+    from trainkit.jobs.request import Request
     from trainkit.jobs.training import Training
 except ImportError:
     # Where the environment of a different project is active, the kit's own Python takes over.

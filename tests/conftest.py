@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 from scheduling import GroupedTests
 
+from trainkit.config.known_datasets import DEFAULT_DIR
 from trainkit.data import staging
 from trainkit.jobs import local, stages
 from trainkit.record import records
@@ -261,8 +262,8 @@ def furthest(one: dict[str, "torch.Tensor"], other: dict[str, "torch.Tensor"]) -
 @pytest.fixture(scope="session")
 def mnist_dir() -> Path:
     """The default data directory, with MNIST in it."""
-    staging.put_in_place(staging.DEFAULT_DIR)
-    return staging.DEFAULT_DIR
+    staging.put_in_place(DEFAULT_DIR)
+    return DEFAULT_DIR
 
 
 @pytest.fixture(scope="session")

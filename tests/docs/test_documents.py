@@ -27,7 +27,7 @@ from setuptools.config.pyprojecttoml import load_file
 from test_packages import imports
 from torch.utils.data import DataLoader
 
-from trainkit.data import staging
+from trainkit.config.known_datasets import DEFAULT_DIR
 from trainkit.record import records
 from trainkit.training import sharded
 
@@ -414,6 +414,6 @@ def test_a_part_that_runs_on_the_cpu_does_not_name_the_gpu(
         yield {"case": "ladder"}
 
     path = tmp_path / "part.csv"
-    bench._measure(part, argparse.Namespace(data_dir=staging.DEFAULT_DIR), path)
+    bench._measure(part, argparse.Namespace(data_dir=DEFAULT_DIR), path)
     on_cpu, on_gpu = pd.read_csv(path).device_name
     assert on_cpu.startswith("CPU: ") and on_gpu == "a GPU"

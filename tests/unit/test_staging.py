@@ -27,6 +27,7 @@ import torch
 from conftest import REPOSITORY, succeeded
 from forking import Forking
 
+from trainkit.config.known_datasets import DATASETS
 from trainkit.data import staging
 from trainkit.data.datasets import load_dataset
 from trainkit.errors import UserError
@@ -231,7 +232,7 @@ def test_mirrors_come_first(mnist_dir: Path, tmp_path: Path, monkeypatch: pytest
 def test_load_reads_what_the_files_hold(mnist_dir: Path) -> None:
     train, test = load_dataset("mnist", mnist_dir)
     assert train.inputs.shape == (60_000, 1, 28, 28)
-    assert staging.DATASETS["mnist"].train_images == 60_000
+    assert DATASETS["mnist"].train_images == 60_000
     assert test.inputs.shape == (10_000, 1, 28, 28)
     assert train.inputs.dtype == torch.uint8
     assert train.targets.dtype == torch.int64

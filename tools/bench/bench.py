@@ -23,6 +23,7 @@ from ladder import RUNGS
 from trainkit import errors
 from trainkit.compare.page import markdown
 from trainkit.config.command_line import Parser, at_least
+from trainkit.config.known_datasets import DEFAULT_DIR
 from trainkit.data import staging
 from trainkit.devices import accelerator_of, device_name
 from trainkit.files import check_writable
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=at_least(1), default=3, help="turns of speed, ladder and ddp (default: 3)"
     )
-    parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="where MNIST is")
     parser.add_argument(
         "--out", type=Path, default=HERE / "out", help="for the CSVs (default: tools/bench/out)"
     )

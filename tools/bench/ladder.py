@@ -14,7 +14,7 @@ from classic_mnist import BATCH
 from classic_mnist import Net as ClassicNet
 from torch import nn
 
-from trainkit.data import staging
+from trainkit.config.known_datasets import DEFAULT_DIR
 from trainkit.data.datasets import load_dataset
 from trainkit.data.loaders import Batch, DistributedBatchSampler, ResidentBatches
 from trainkit.training.model import Dropout
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("rung", type=int, choices=range(len(RUNGS)))
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR)
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR)
     args = parser.parse_args()
     have = set(RUNGS[: args.rung + 1])
 

@@ -16,13 +16,14 @@ import psutil
 from trainkit import errors
 from trainkit.compare import page
 from trainkit.config.command_line import Parser
+from trainkit.config.known_datasets import DEFAULT_DIR
 from trainkit.data import staging
 from trainkit.files import check_writable
 from trainkit.jobs import submission
 from trainkit.jobs.following import LocalHandle
+from trainkit.jobs.request import Request
 from trainkit.jobs.site import OPTION_TEMPLATES, Site
 from trainkit.jobs.stages import STAGES, resources
-from trainkit.jobs.submission import Request
 from trainkit.record import records
 
 HERE = Path(__file__).resolve().parent
@@ -39,7 +40,7 @@ DRAWS = 2_000  # resamplings of the pairs, for the interval
 @errors.entrypoint
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="where MNIST is")
     parser.add_argument("--out", type=Path, default=HERE / "out", help="default: tools/bench/out")
     args = parser.parse_args()
     staging.check("mnist", args.data_dir)

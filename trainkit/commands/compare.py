@@ -17,10 +17,12 @@ from typing import NamedTuple
 
 from trainkit.config import options
 from trainkit.config.command_line import Parser, at_least, given_path
+from trainkit.config.known_datasets import DATASETS
 from trainkit.data import staging
 from trainkit.distributed.launchers import job_id
 from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.jobs import local, slurm, submission, sweep_execution
+from trainkit.jobs.request import read_options
 from trainkit.jobs.site import Site, read_site
 from trainkit.jobs.stages import STAGES
 from trainkit.jobs.sweep import Sweep
@@ -37,7 +39,7 @@ MOST_WORKERS = 4
 
 # The batch of each GPU: with less a fast one waits for kernel launches (results/sample/h100).
 GPU_BATCH_SIZE = 4096
-MNIST_IMAGES = staging.DATASETS["mnist"].train_images
+MNIST_IMAGES = DATASETS["mnist"].train_images
 # Of an epoch on one GPU. Its length comes from a short run on one, the probe: an epoch of 60 ms is noise.
 EPOCH_SECONDS = 3
 # Of an epoch, at the largest batch.
@@ -77,7 +79,7 @@ class Probe(NamedTuple):
 def main() -> int:
     arguments, passed_on = _parse()
     site = read_site()
-    opts = submission.read_options(STAGES[DDP], passed_on, site)
+    opts = read_options(STAGES[DDP], passed_on, site)
     if opts.dry_run:
         raise UserError("--dry-run measures nothing that could be compared: leave it out.")
     devices = _find_devices(arguments, opts, site)
@@ -87,7 +89,7 @@ def main() -> int:
         batch = _shared_by(devices.workers, arguments.batch_size or CPU_BATCH_SIZE)
         arguments.train_size = arguments.train_size or CPU_TRAIN_SIZE
         sizes = replace(opts, batch_size=batch, train_size=arguments.train_size)
-        options.check_sizes(sizes, staging.DATASETS[opts.dataset].train_images)
+        options.check_sizes(sizes, DATASETS[opts.dataset].train_images)
     compared = _make_sweep(arguments, opts, passed_on, site, devices)
     with compared.claim():
         if devices.are_gpus:

@@ -25,6 +25,7 @@ from trainkit.data import staging
 from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.jobs import local, submission, sweep_execution, variation
 from trainkit.jobs.program import add_options
+from trainkit.jobs.request import read_options
 from trainkit.jobs.site import read_site
 from trainkit.jobs.stages import STAGES, Stage
 from trainkit.jobs.sweep import Sweep
@@ -143,7 +144,7 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
         UserError: for arguments that the stage refuses, or that runs cannot share.
     """
     site = read_site()
-    opts = submission.read_options(stage, arguments, site)
+    opts = read_options(stage, arguments, site)
     why_here = submission.why_local(own_options.local)
     folder = own_options.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
     return Sweep(

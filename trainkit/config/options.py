@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 
 from trainkit import job_folder
 from trainkit.config.command_line import Parser, above_0, at_least, check_divides, given_path
-from trainkit.data.staging import DATASETS, DEFAULT_DIR
+from trainkit.config.known_datasets import DATASETS, DEFAULT_DIR
 from trainkit.errors import REPOSITORY, UserError
 from trainkit.record.columns import BASE_BATCH, COLUMNS, DEFAULT_WIDTH, LR_SCALES, Role, lr_factor
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from trainkit.config.known_datasets import DATASETS
 from trainkit.data import staging, synthetic
 from trainkit.errors import UserError
 
@@ -52,7 +53,7 @@ class InMemoryDataset:
 
 
 def load_dataset(dataset: str, data_dir: Path) -> tuple[InMemoryDataset, InMemoryDataset]:
-    """Return the training split and the test split (10,000 images) of one of `staging.DATASETS`.
+    """Return the training split and the test split (10,000 images) of one of `DATASETS`.
 
     Images are uint8 (n, 1, 28, 28), labels int64 (n,).
 
@@ -73,7 +74,7 @@ def _read_mnist(files: dict[str, bytearray]) -> tuple[Part, Part]:
 
 
 def _generate_digits(files: dict[str, bytearray]) -> tuple[Part, Part]:
-    train_images = staging.DATASETS["synthetic"].train_images
+    train_images = DATASETS["synthetic"].train_images
     return synthetic.digits(train_images, seed=1), synthetic.digits(10_000, seed=2)
 
 

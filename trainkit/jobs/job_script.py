@@ -1,43 +1,24 @@
-"""The text of a job script, and the facts in which all job scripts agree.
+"""The text of a job script.
 
 `submit.py --dry-run` prints such a text (`of_one_job`), and a sweep sends one for each shape of its jobs
-(`of_tasks`). The executor in the submit.py of a stage and the slurm_submit*.sh, which learners read, say the
-same in their own form; tests/jobs/test_launch_lines.py holds them to this.
+(`of_tasks`).
 """
 
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trainkit.jobs.sbatch_options import of_variables
-from trainkit.jobs.stages import REPOSITORY, STAGES
+from trainkit.jobs.request import Request
+from trainkit.jobs.sbatch_options import CPUS, OF_SITE, SBATCH, of_variables, srun_options
+from trainkit.jobs.stages import JOB_ENV, STAGES
 
-if TYPE_CHECKING:
-    from trainkit.jobs.submission import Request
-
-# What every job asks sbatch for, besides its size. USR2 comes 60 seconds before the end: the ranks save a
-# checkpoint, and the job goes back to the queue, and continues in the same log.
-SBATCH = {"signal": "USR2@60", "requeue": True, "open-mode": "append"}
-# In Slurm 22.05 to 23.02 srun does not inherit it from sbatch, and every rank would have one core.
-CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK"'
-# If a rank fails, srun ends the others; if one leaves early, after 60 seconds.
-KILL_ON_BAD_EXIT, WAIT = "--kill-on-bad-exit=1", "--wait=60"
-# Of the site; slurm/job_env.sh sets both.
-OF_SITE = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}"'
-JOB_ENV = REPOSITORY / "slurm" / "job_env.sh"
 # In the folder of a sweep: its runs, one in a line, and the logs of their jobs.
 COMMANDS, LOGS = "commands.txt", "logs"
 # In the folder of a run: links to the folder of its latest job, and to its log.
 JOB, LOG = "job", "log.out"
 
 
-def srun_options(tasks: int) -> list[str]:
-    """Return the options by which srun ends the ranks of a job together; one task has nobody to wait for."""
-    return [KILL_ON_BAD_EXIT, WAIT] if tasks > 1 else [KILL_ON_BAD_EXIT]
-
-
-def of_one_job(request: "Request") -> str:
+def of_one_job(request: Request) -> str:
     """Return a job script with this site's settings, which sbatch takes from any folder.
 
     It is not the one that submitit writes: what that one is to call lies pickled in the folder of its job.
@@ -60,7 +41,7 @@ def of_one_job(request: "Request") -> str:
 
 
 def of_tasks(
-    request: "Request", folder: Path, tasks: Sequence[int], most_at_a_time: int, after: Sequence[str]
+    request: Request, folder: Path, tasks: Sequence[int], most_at_a_time: int, after: Sequence[str]
 ) -> str:
     """Return the job script of an array whose task N does line N of the commands in the folder of a sweep.
 
@@ -107,7 +88,7 @@ def of_tasks(
     )
 
 
-def _directives(request: "Request", **others: str) -> list[str]:
+def _directives(request: Request, **others: str) -> list[str]:
     """Return the #SBATCH lines; `others` are options of sbatch that come before all else."""
     variables = of_variables(request.sbatch_variables)
     resources = request.sbatch_options
@@ -137,7 +118,7 @@ def _directives(request: "Request", **others: str) -> list[str]:
     return lines
 
 
-def _launch(request: "Request", *options: str) -> list[str]:
+def _launch(request: Request, *options: str) -> list[str]:
     launch = " ".join(["srun", CPUS, *srun_options(request.resources.tasks), *options])
     return [f"{launch} \\", f'    {OF_SITE} python "${{TRAINING[@]}}"']
 

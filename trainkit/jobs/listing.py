@@ -12,10 +12,10 @@ from pathlib import Path
 
 from trainkit import job_folder
 from trainkit.job_folder import Outcome, Script
-from trainkit.jobs import beginning, ending, job_log, job_script, local, slurm
+from trainkit.jobs import beginning, ending, job_log, local, slurm
 from trainkit.jobs.site import Site
 from trainkit.jobs.slurm import JobStatus
-from trainkit.jobs.stages import REPOSITORY
+from trainkit.jobs.stages import JOB_ENV, REPOSITORY
 from trainkit.jobs.why import Evidence
 from trainkit.monitor import samples
 
@@ -226,7 +226,7 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[Listed]:
             continue
         of_checkout = _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir))
         # A sweep may have its script, and its user, elsewhere.
-        if of_checkout or str(job_script.JOB_ENV) in job_folder.read(Path(script)):
+        if of_checkout or str(JOB_ENV) in job_folder.read(Path(script)):
             is_queued = state in slurm.QUEUED
             row = Listed(
                 shown_as,

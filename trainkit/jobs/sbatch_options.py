@@ -4,6 +4,10 @@ Some sites want a kind of GPU, or take --gres or --gpus only; some refuse --mem;
 by the GPU. Each of the three is a template of options of sbatch. It may have a %d, for a number, and what
 that counts follows from the option it belongs to.
 
+Here are also the options in which all job scripts agree. The executor in the submit.py of a stage and the
+slurm_submit*.sh, which learners read, say the same in their own form; tests/jobs/test_launch_lines.py holds
+them to this.
+
 It needs only the standard library.
 """
 
@@ -19,6 +23,20 @@ from trainkit.jobs.stages import Resources
 MEMORY_PER_GPU_GB = 8
 # SBATCH_QOS is --qos of sbatch, and so on, but for these (man sbatch, INPUT ENVIRONMENT VARIABLES).
 OPTIONS_OF_OTHER_NAMES = {"SBATCH_TIMELIMIT": "time", "SBATCH_MEM_PER_NODE": "mem"}
+# What every job asks sbatch for, besides its size. USR2 comes 60 seconds before the end: the ranks save a
+# checkpoint, and the job goes back to the queue, and continues in the same log.
+SBATCH = {"signal": "USR2@60", "requeue": True, "open-mode": "append"}
+# In Slurm 22.05 to 23.02 srun does not inherit it from sbatch, and every rank would have one core.
+CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK"'
+# If a rank fails, srun ends the others; if one leaves early, after 60 seconds.
+KILL_ON_BAD_EXIT, WAIT = "--kill-on-bad-exit=1", "--wait=60"
+# Of the site; slurm/job_env.sh sets both.
+OF_SITE = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}"'
+
+
+def srun_options(tasks: int) -> list[str]:
+    """Return the options by which srun ends the ranks of a job together; one task has nobody to wait for."""
+    return [KILL_ON_BAD_EXIT, WAIT] if tasks > 1 else [KILL_ON_BAD_EXIT]
 
 
 def sbatch_options(site: Site, shape: Resources) -> dict[str, str]:

@@ -12,6 +12,9 @@ from trainkit.errors import REPOSITORY, UserError
 from trainkit.jobs.program import Program
 from trainkit.record.columns import DDP, DP, SINGLE, STAGE_FOLDERS
 
+# What every job script sources.
+JOB_ENV = REPOSITORY / "slurm" / "job_env.sh"
+
 
 @dataclass(frozen=True)
 class Stage:

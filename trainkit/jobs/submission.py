@@ -15,24 +15,25 @@ import runpy
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit import job_folder
 from trainkit.config import options
 from trainkit.config.command_line import Parser, at_least, given, time_limit
+from trainkit.config.known_datasets import DATASETS
 from trainkit.data import staging
 from trainkit.errors import UserError, print_line
 from trainkit.files import check_writable, explained
 from trainkit.jobs import job_log, job_script, limits, local, slurm
 from trainkit.jobs.following import Handle, LocalHandle, SlurmHandle
 from trainkit.jobs.program import add_options, from_options, misplaced, note_on_environment, split
-from trainkit.jobs.sbatch_options import of_variables, option_of, sbatch_options
-from trainkit.jobs.site import DEFAULT_MINUTES, Site, read_site
+from trainkit.jobs.request import Request, new_folder
+from trainkit.jobs.sbatch_options import of_variables
+from trainkit.jobs.site import DEFAULT_MINUTES, read_site
 from trainkit.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
 from trainkit.monitor import samples
 from trainkit.record.columns import SINGLE, STAGE_FOLDERS
@@ -40,8 +41,6 @@ from trainkit.record.columns import SINGLE, STAGE_FOLDERS
 if TYPE_CHECKING:
     import submitit
 
-# sbatch obeys these, and submitit knows nothing of them: it would wait, or look for other files.
-NOT_FOR_SUBMITIT = ("SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_ARRAY_INX")
 # So long Slurm is asked for the reason of a job that waits: where no other job is before it, 24.11 gives one
 # after up to 2 seconds.
 REASON_SECONDS = 3
@@ -60,119 +59,6 @@ PASSED_ON = (
     "qos",
     "reservation",
 )
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request for one job.
-
-    Attributes:
-        arguments: options of the stage script.
-        folder: a new one (`new_folder`), for submitit's files and the logs.
-        minutes: the time limit; it overrides the site's SBATCH_TIMELIMIT.
-        partition: it overrides the site's SBATCH_PARTITION.
-        passed_on: options of sbatch and their values (`PASSED_ON`); they override the site's.
-        why_here: why it runs on this machine, in words; "" if it goes to Slurm.
-        threads: of each process on this machine (`local.variables`).
-        working_dir: where it starts; None for the folder that it is sent from.
-        run_name: in a sweep, what it is called there.
-    """
-
-    stage: Stage
-    resources: Resources
-    arguments: tuple[str, ...]
-    site: Site
-    folder: Path
-    minutes: int | None = None
-    partition: str | None = None
-    passed_on: Mapping[str, str] = field(default_factory=dict)
-    why_here: str = ""
-    threads: int | None = None
-    working_dir: Path | None = None
-    run_name: str = ""
-
-    @property
-    def job_name(self) -> str:
-        """Return the name of the job in Slurm."""
-        return self.passed_on.get("job-name", self.stage.job_name)
-
-    @property
-    def cluster(self) -> str:
-        """Return submitit's word for where the job runs."""
-        return "local" if self.why_here else "slurm"
-
-    @property
-    def timeout_min(self) -> int:
-        """Return the time limit in minutes."""
-        return self.minutes or self.site.minutes or DEFAULT_MINUTES
-
-    @property
-    def sbatch_options(self) -> dict[str, str]:
-        """Return how the job asks for GPUs, cores and memory at this site, as {"gpus-per-node": "2", ...}.
-
-        What its user passes on to sbatch comes after these, where it counts.
-        """
-        asked = sbatch_options(self.site, self.resources)
-        if "mem" in self.passed_on:
-            # The site may count it by CPU or GPU, and sbatch takes it in one way only.
-            asked = {option: value for option, value in asked.items() if not option.startswith("mem")}
-        return {**asked, **self.passed_on}
-
-    @property
-    def sbatch_variables(self) -> dict[str, str]:
-        """Return the SBATCH_* variables, which override a script's lines, so they include the options."""
-        variables = dict(self.site.sbatch)
-        if self.partition:
-            variables["SBATCH_PARTITION"] = self.partition
-        if self.minutes:
-            variables["SBATCH_TIMELIMIT"] = str(self.minutes)
-        for name in NOT_FOR_SUBMITIT:
-            variables.pop(name, None)
-        return {name: value for name, value in variables.items() if option_of(name) not in self.passed_on}
-
-    @property
-    def srun_options(self) -> list[str]:
-        """Return the options by which srun ends the ranks together."""
-        return job_script.srun_options(self.resources.tasks)
-
-    @cached_property
-    def options(self) -> options.Options:
-        """Return what the arguments mean at this site.
-
-        Raises:
-            UserError: as `read_options`.
-        """
-        arguments = [f"--checkpoint-dir={self.site.jobs_dir}", *self.arguments]
-        return read_options(self.stage, arguments, self.site)
-
-    @property
-    def results_dir(self) -> Path:
-        """Return the folder of the results: that of the arguments, or the site's."""
-        return self.options.results_dir.absolute()
-
-    @property
-    def records_dir(self) -> Path | None:
-        """Return where the job's CSV will be; None for a plain script, most of which write none."""
-        return None if self.stage.plain else self.results_dir / "runs"
-
-    @property
-    def setup(self) -> list[str]:
-        """Return what the job's shell does first: all that is the same in every job (slurm/job_env.sh)."""
-        return [*self.environment, f"tell_script {shlex.join([*self.words, *self.arguments])}"]
-
-    @property
-    def words(self) -> list[str]:
-        """Return the words by which a job script names what it runs, before its arguments."""
-        return self.stage.program.words if self.stage.program else [str(self.stage.script)]
-
-    @property
-    def environment(self) -> list[str]:
-        """Return the part of `setup` that a job script with a line `choose_training` has, too."""
-        source = f"source {shlex.quote(str(job_script.JOB_ENV))}"
-        if self.stage.plain:
-            source += f" {shlex.join(self.words)}"
-        results = f"export TRAINKIT_RESULTS_DIR={shlex.quote(str(self.results_dir))}"
-        return ["set -euo pipefail", source, results]
 
 
 @dataclass
@@ -369,11 +255,6 @@ def submitter(stage: Stage) -> Callable[[Request], Handle]:
     return runpy.run_path(str(REPOSITORY / STAGE_FOLDERS[stage.name] / "submit.py"))["submit"]
 
 
-def new_folder(site: Site, stage: Stage) -> Path:
-    """Return a folder name that no other job has had; the folder is not created."""
-    return site.jobs_dir / "submitit" / local.new_name(stage.job_name)
-
-
 def preview(request: Request) -> str:
     """Return what would be done: a job script that asks for the same, or the local processes.
 
@@ -426,20 +307,6 @@ def why_local(here: bool) -> str:
     return f"no Slurm here ({why_not})" if why_not else ""
 
 
-def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.Options:
-    """Parse the options of the stage, with the site's folders; a user's own script may have more.
-
-    The options of a plain script are not parsed: only the site's folders are returned.
-
-    Raises:
-        UserError: if an option is unknown or makes no sense.
-    """
-    words = [f"--data-dir={site.data_dir}", f"--results-dir={site.results_dir}"]
-    if not stage.plain:
-        words += arguments
-    return options.parse_options(stage.label, arguments=words, known_only=stage.is_users_own)
-
-
 def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
     """Check that the batch divides among processes or GPUs, and that our data sets have enough samples.
 
@@ -450,7 +317,7 @@ def check_sizes(opts: options.Options, stage: Stage, shape: Resources) -> None:
         opts = opts.resolve_batch_size(shape.tasks)
     else:
         opts = opts.resolve_batch_size(0 if opts.no_cuda else shape.gpus, "GPUs")
-    available_images = None if stage.is_users_own else staging.DATASETS[opts.dataset].train_images
+    available_images = None if stage.is_users_own else DATASETS[opts.dataset].train_images
     options.check_sizes(opts, available_images)
 
 

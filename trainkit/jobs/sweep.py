@@ -24,9 +24,9 @@ from trainkit.config.options import Options
 from trainkit.errors import UserError
 from trainkit.files import check_writable, locked, replacing
 from trainkit.jobs import job_script, submission, sweep_table, variation
+from trainkit.jobs.request import Request, new_folder, read_options
 from trainkit.jobs.site import Site
 from trainkit.jobs.stages import Stage
-from trainkit.jobs.submission import Request
 from trainkit.jobs.sweep_plan import Grid, Plan, PlannedRun
 from trainkit.jobs.variation import Setting
 from trainkit.record import records
@@ -123,7 +123,7 @@ class Sweep:
         """
         if not settings:
             return self.opts
-        return submission.read_options(stage, variation.filled(self.arguments, settings, {}), self.site)
+        return read_options(stage, variation.filled(self.arguments, settings, {}), self.site)
 
     def script_arguments(self, run: PlannedRun) -> tuple[str, ...]:
         """Return the arguments that the script gets in `run`.
@@ -198,7 +198,7 @@ class Sweep:
             resources=run.shape,
             arguments=self.script_arguments(run),
             site=self.site._replace(results_dir=run_folder),
-            folder=submission.new_folder(self.site, run.stage),
+            folder=new_folder(self.site, run.stage),
             working_dir=run_folder if self.chdir else None,
             run_name=run.name,
             minutes=self.minutes,

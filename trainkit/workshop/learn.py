@@ -7,6 +7,7 @@ import platform
 
 import torch
 
+from trainkit.config.known_datasets import DEFAULT_DIR
 from trainkit.data import staging
 from trainkit.devices import build, device_name, usable_gpus
 from trainkit.errors import UserError, entrypoint, print_line
@@ -29,7 +30,7 @@ def main() -> None:
         staging.check("mnist", data_dir)
         print_line(f"MNIST   in {data_dir}")
     except UserError as error:
-        print_line(f"MNIST   {'missing or damaged' if data_dir == staging.DEFAULT_DIR else error}")
+        print_line(f"MNIST   {'missing or damaged' if data_dir == DEFAULT_DIR else error}")
         commands.append("make data")
     if slurm.why_not_here():
         print_line(

@@ -20,9 +20,9 @@ from measuring import DEVICE, Table, wait
 from torch.profiler import ProfilerActivity, profile
 
 from trainkit.config import options
+from trainkit.config.known_datasets import DEFAULT_DIR
 from trainkit.config.options import parse_options
 from trainkit.data import loaders as batches
-from trainkit.data import staging
 from trainkit.data.datasets import InMemoryDataset, load_dataset, normalize
 from trainkit.data.loaders import Batches, DistributedBatchSampler, ResidentBatches, train_loader
 from trainkit.distributed import process_group
@@ -44,7 +44,7 @@ def main() -> None:
     )
     parser.add_argument("shapes", nargs="*", metavar="BATCH", help="128, 1024 (default: both)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
-    parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="where MNIST is")
     parser.add_argument("--steps", type=int, default=150, help="of a loop and turn (default: %(default)s)")
     args = parser.parse_args()
     table = Table(args.out, COLUMNS)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from measuring import DEVICE, Table, captured, steps_per_s
 from torch import nn
 
-from trainkit.data import staging
+from trainkit.config.known_datasets import DEFAULT_DIR
 from trainkit.data.datasets import InMemoryDataset, load_dataset
 from trainkit.data.loaders import DistributedBatchSampler, ResidentBatches
 from trainkit.record import records
@@ -89,7 +89,7 @@ def main() -> None:
     )
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)} (default: all)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
-    parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="where MNIST is")
     parser.add_argument("--seconds", type=float, default=0.35, help="of a window (default: %(default)s)")
     parser.add_argument("--kit-seconds", type=float, default=3.1, help="of an epoch (default: %(default)s)")
     parser.add_argument("--compile-only", action="store_true", help="only fill the cache of torch.compile")

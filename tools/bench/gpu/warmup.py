@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from measuring import DEVICE, Table, wait
 
-from trainkit.data import staging
+from trainkit.config.known_datasets import DEFAULT_DIR
 from trainkit.data.datasets import load_dataset, normalize
 from trainkit.data.loaders import DistributedBatchSampler
 from trainkit.training.model import Net
@@ -170,7 +170,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
-    parser.add_argument("--data-dir", type=Path, default=staging.DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="where MNIST is")
     parser.add_argument(
         "--images", type=int, nargs="+", default=[20_000, 60_000], metavar="N",
         help="of an epoch, one size after the other (default: 20000 60000)",
