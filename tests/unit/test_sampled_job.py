@@ -71,7 +71,7 @@ def test_a_job_that_was_requeued_to_another_node(make_job: MakeJob) -> None:
     assert verdict.findings[0].locations == [RankId("n1", 0)]
     (issue,) = moved(traces.SPREAD_OUT, traces.SPREAD_OUT, network_mb_s=231).findings
     assert (issue.kind, issue.locations) == ("network_bound", ["n2"])
-    assert math.isnan(issue.evidence.network_mb_s)
+    assert math.isnan(issue.network_mb_s)
 
 
 def test_a_start_that_was_stopped_after_its_warm_up_is_not_judged(make_job: MakeJob) -> None:
