@@ -42,7 +42,7 @@ help:
 	@echo 'Options: make compare ARGS="--epochs 10 --batch-size 512", make cluster-up NODES=2 GPUS=2 SLURM=24.11'
 
 learn: $(VENV)/ready
-	@$(RUN) -m trainkit.workshop.learn
+	@$(RUN) -m manygpus.workshop.learn
 
 compare: $(VENV)/ready
 	@$(RUN) results/compare.py $(ARGS)
@@ -71,7 +71,7 @@ test-lowest test-middle:
 	@$(VENV)-$@/bin/python -m pytest $(ARGS)
 
 data: $(VENV)/ready
-	@$(RUN) -m trainkit.data.datasets $(ARGS)
+	@$(RUN) -m manygpus.data.datasets $(ARGS)
 
 bench: $(VENV)/ready
 	@$(RUN) tools/bench/bench.py $(ARGS)

@@ -26,7 +26,7 @@ from torchvision import datasets, transforms
 
 DATA = Path(__file__).resolve().parents[1] / "data"  # where `make data` puts MNIST
 # The job's folder, which stays the same when the job is requeued. Without a job, the current folder.
-FOLDER = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
+FOLDER = Path(os.environ.get("MANYGPUS_JOB_DIR", "."))
 # Slurm sends USR2 a minute before the time limit, if the job script has `#SBATCH --signal=USR2@60`, and
 # SIGTERM at the limit and when it preempts the job. Without a handler each of them ends Python.
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)

@@ -19,19 +19,19 @@ from beyond.by_feature.by_hand_overlap import Buckets
 from torch import nn
 from torch.profiler import profile
 
-from trainkit import errors, files
-from trainkit.config.command_line import at_least
-from trainkit.config.options import Options, option, parse_options
-from trainkit.data.datasets import load_dataset
-from trainkit.data.loaders import augmentation, train_loader
-from trainkit.distributed import process_group
-from trainkit.distributed.launchers import DistEnv
-from trainkit.distributed.process_group import destroy_distributed, init_distributed
-from trainkit.errors import entrypoint
-from trainkit.training.model import Net
-from trainkit.training.optim import build_optimizer
-from trainkit.training.precision import set_float32_precision
-from trainkit.tuning import tune_process
+from manygpus import errors, files
+from manygpus.config.command_line import at_least
+from manygpus.config.options import Options, option, parse_options
+from manygpus.data.datasets import load_dataset
+from manygpus.data.loaders import augmentation, train_loader
+from manygpus.distributed import process_group
+from manygpus.distributed.launchers import DistEnv
+from manygpus.distributed.process_group import destroy_distributed, init_distributed
+from manygpus.errors import entrypoint
+from manygpus.training.model import Net
+from manygpus.training.optim import build_optimizer
+from manygpus.training.precision import set_float32_precision
+from manygpus.tuning import tune_process
 
 STEPS = 10  # timed in a row, as a GPU works through a queue
 TRACED_STEPS = 3

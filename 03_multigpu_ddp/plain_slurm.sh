@@ -15,10 +15,10 @@
 
 set -euo pipefail
 # The training saves in the folder that this variable names. The folder stays the same when the job is requeued.
-# To resume the training of job 123 in a new job: TRAINKIT_JOB_DIR=job-123 sbatch plain_slurm.sh
-export TRAINKIT_JOB_DIR=${TRAINKIT_JOB_DIR:-job-$SLURM_JOB_ID}
-mkdir -p "$TRAINKIT_JOB_DIR"
-rm -f "$TRAINKIT_JOB_DIR/stopped"
+# To resume the training of job 123 in a new job: MANYGPUS_JOB_DIR=job-123 sbatch plain_slurm.sh
+export MANYGPUS_JOB_DIR=${MANYGPUS_JOB_DIR:-job-$SLURM_JOB_ID}
+mkdir -p "$MANYGPUS_JOB_DIR"
+rm -f "$MANYGPUS_JOB_DIR/stopped"
 # The ranks meet on the first node, at a port that follows from the job's number.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
@@ -34,4 +34,4 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 bash 
     exec python -u plain_ddp.py "$@"' bash "$@"
 
 # If the signal has stopped the training, the script has saved and left this file. The job returns to the queue.
-if [[ -e $TRAINKIT_JOB_DIR/stopped ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if [[ -e $MANYGPUS_JOB_DIR/stopped ]]; then scontrol requeue "$SLURM_JOB_ID"; fi

@@ -24,13 +24,13 @@ choose_training mnist_ddp.py "$@"
 [[ ${SLURM_TASKS_PER_NODE:-1} =~ ^1(\(x[0-9]+\))?$ ]] ||
     fail "torchrun starts the ranks of a node, so there is one task on each: leave out --ntasks-per-node."
 
-# trainkit/distributed/torchrun.py runs torchrun with a rank for each GPU of its node; they share the CPU cores of the
+# manygpus/distributed/torchrun.py runs torchrun with a rank for each GPU of its node; they share the CPU cores of the
 # one task. On most clusters Slurm signals only what srun has started, and it hands USR2 and SIGTERM on to the ranks.
 # shellcheck disable=SC2034 # for the end of the job: torchrun says which of its ranks died, and srun does not
 launcher=torchrun
 
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
-    "${SITE_CONTAINER[@]}" python -m trainkit.distributed.torchrun \
+    "${SITE_CONTAINER[@]}" python -m manygpus.distributed.torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" --rdzv-id="$SLURM_JOB_ID" \
     --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
     "${TRAINING[@]}"

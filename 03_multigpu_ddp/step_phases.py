@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainkit.config.options import Options
-from trainkit.devices import between, moment, wait_for
-from trainkit.distributed import process_group
-from trainkit.distributed.launchers import DistEnv
-from trainkit.errors import print_line
-from trainkit.files import explained
-from trainkit.record.records import put_table
-from trainkit.training import clock
-from trainkit.training.facts import of_start
+from manygpus.config.options import Options
+from manygpus.devices import between, moment, wait_for
+from manygpus.distributed import process_group
+from manygpus.distributed.launchers import DistEnv
+from manygpus.errors import print_line
+from manygpus.files import explained
+from manygpus.record.records import put_table
+from manygpus.training import clock
+from manygpus.training.facts import of_start
 
 TIMED = ("data", "forward", "backward", "optimizer")  # what a clock on one rank can time
 MOST_APART = 0.05  # the most that the sum of the phases may differ from the step, as a share of it

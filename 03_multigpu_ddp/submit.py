@@ -9,14 +9,14 @@ from runpy import run_path
 try:
     import submitit
 
-    from trainkit import errors
-    from trainkit.jobs import submission
-    from trainkit.jobs.following import Handle, follow
-    from trainkit.jobs.request import Request
-    from trainkit.jobs.training import Training
+    from manygpus import errors
+    from manygpus.jobs import submission
+    from manygpus.jobs.following import Handle, follow
+    from manygpus.jobs.request import Request
+    from manygpus.jobs.training import Training
 except ImportError:
     # Where the environment of a different project is active, the kit's own Python takes over.
-    run_path(str(Path(__file__).resolve().parents[1] / "trainkit" / "kit_python.py"))["take_over"]()
+    run_path(str(Path(__file__).resolve().parents[1] / "manygpus" / "kit_python.py"))["take_over"]()
     raise
 
 

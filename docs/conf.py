@@ -30,7 +30,7 @@ CONTENTS = {
         "The course": ["01_singlegpu/README", "02_multigpu_dp/README", "03_multigpu_ddp/README"],
         "Your own jobs": ["YOUR_TRAINING", "slurm/README", "results/README"],
         "For instructors": ["INSTRUCTORS"],
-        "Reference": ["GLOSSARY", "03_multigpu_ddp/DOS_AND_DONTS", "trainkit/README"],
+        "Reference": ["GLOSSARY", "03_multigpu_ddp/DOS_AND_DONTS", "manygpus/README"],
         "Contributing": ["CONTRIBUTING", "*"],
     },
     "01_singlegpu/README": {"": ["FAST", "*", "exercises/README"]},
@@ -82,7 +82,7 @@ def _address(path: Path) -> str:
 
 project = "From one GPU to many"
 html_title = project
-copyright = "the trainkit contributors, MIT license"
+copyright = "the manygpus contributors, MIT license"
 root_doc = "README"
 include_patterns = _pages()
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}

@@ -1,8 +1,8 @@
 """Check whether jobs can work here, before one fails: python slurm/doctor.py --help
 
 Any Python from 3.10 on will do, without packages, and an older one if .venv is there: the job's own
-environment is among the things looked at. So trainkit/doctor/cli.py is started from here, in whose
-folder trainkit is found.
+environment is among the things looked at. So manygpus/doctor/cli.py is started from here, in whose
+folder manygpus is found.
 """
 
 import os
@@ -13,9 +13,9 @@ from runpy import run_path
 if __name__ == "__main__":
     # What a login node has by itself may be older: then the kit's own Python takes over.
     if sys.version_info < (3, 10):  # noqa: UP036
-        run_path(str(Path(__file__).resolve().parents[1] / "trainkit" / "kit_python.py"))["take_over"]()
+        run_path(str(Path(__file__).resolve().parents[1] / "manygpus" / "kit_python.py"))["take_over"]()
     # A script of the user's is found from here.
-    os.environ["TRAINKIT_USER_FOLDER"] = str(Path.cwd())
-    # `-m` looks in the current folder first, before it finds any other trainkit.
+    os.environ["MANYGPUS_USER_FOLDER"] = str(Path.cwd())
+    # `-m` looks in the current folder first, before it finds any other manygpus.
     os.chdir(Path(__file__).resolve().parents[1])
-    os.execv(sys.executable, [sys.executable, "-m", "trainkit.doctor.cli", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "manygpus.doctor.cli", *sys.argv[1:]])

@@ -4,16 +4,16 @@
 # train (unless SITE_MONITOR is off). When the job script ends, `finish` ends the monitor, and requeues a job that
 # has saved after a signal.
 #
-# Python makes the decisions (trainkit/jobs/in_job.py): how the job begins (trainkit/jobs/beginning.py), why it
-# failed, and which exit code it has (trainkit/jobs/ending.py).
+# Python makes the decisions (manygpus/jobs/in_job.py): how the job begins (manygpus/jobs/beginning.py), why it
+# failed, and which exit code it has (manygpus/jobs/ending.py).
 #
 # `choose_training` prints which script the job runs; a job of submit.py calls `tell_script` instead.
 #
-# For the launch line this file sets DATA_DIR, RESULTS_DIR, TRAINKIT_JOB_DIR, SITE_SRUN_ARGS and SITE_CONTAINER, and
+# For the launch line this file sets DATA_DIR, RESULTS_DIR, MANYGPUS_JOB_DIR, SITE_SRUN_ARGS and SITE_CONTAINER, and
 # `choose_training` sets TRAINING. For the ranks it exports MASTER_ADDR and MASTER_PORT.
 #
 # If the first argument of the job script is --plain, or an option that belongs to --plain, the arguments name a
-# script that knows nothing of the kit (trainkit/jobs/program.py). A sweep sets `name_in_sweep`, and `array_of_runs`
+# script that knows nothing of the kit (manygpus/jobs/program.py). A sweep sets `name_in_sweep`, and `array_of_runs`
 # if it submits several runs as an array.
 
 launcher=srun         # what starts the ranks; slurm_submit_torchrun.sh sets torchrun
@@ -49,13 +49,13 @@ unset MASTER_ADDR MASTER_PORT
 source "${BASH_SOURCE[0]%/*}/site_env.sh"
 [[ ${SLURM_JOB_ID:-} && ${SLURM_JOB_NODELIST:-} ]] ||
     fail "this is not a Slurm job (no SLURM_JOB_ID): submit it with sbatch, or python submit.py."
-# The job's own folder, for its checkpoints, samples and notes (trainkit/job_folder.py).
-export TRAINKIT_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
-watching=$TRAINKIT_JOB_DIR/monitor
+# The job's own folder, for its checkpoints, samples and notes (manygpus/job_folder.py).
+export MANYGPUS_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
+watching=$MANYGPUS_JOB_DIR/monitor
 # If this start fails before Python runs, nobody must read the outcome of an earlier start.
-rm -f "$TRAINKIT_JOB_DIR/outcome.json"
+rm -f "$MANYGPUS_JOB_DIR/outcome.json"
 plain=""
-proctrack="" # of a plain script: how Slurm finds the processes that it signals (trainkit/jobs/plain.py)
+proctrack="" # of a plain script: how Slurm finds the processes that it signals (manygpus/jobs/plain.py)
 case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node) plain=1 ;; esac
 if [[ $plain ]]; then
     # `python -m` must not import a queue.py from the folder of the script. jobs/plain.py unsets this.
@@ -63,22 +63,22 @@ if [[ $plain ]]; then
     proctrack=$(scontrol show config 2>/dev/null | sed -n 's/^ProctrackType *= proctrack.//p') || proctrack=""
 else
     # Not for a plain script, which may have variables of its own with these names.
-    DATA_DIR=$TRAINKIT_DATA_DIR
-    RESULTS_DIR=$TRAINKIT_RESULTS_DIR
+    DATA_DIR=$MANYGPUS_DATA_DIR
+    RESULTS_DIR=$MANYGPUS_RESULTS_DIR
 fi
 # Otherwise Python writes to a log in blocks of 8 KiB, and loses the last one when it is killed.
 export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
 
 # USR2 and SIGTERM ask a rank to save a checkpoint and stop. They are held back until it can
-# (trainkit/training/checkpoint.py); otherwise they would kill Python while it starts.
+# (manygpus/training/checkpoint.py); otherwise they would kill Python while it starts.
 hold_signals=(env "--block-signal=USR2,TERM")
 if ! "${hold_signals[@]}" true 2>/dev/null; then # before coreutils 8.31, as in RHEL 8
     hold_signals=(bash -c 'trap "" USR2; exec "$@"' bash)
 fi
 # A container may not pass on the environment. With the first two variables a rank finds its job's folder, and refuses
-# to train alone if it does not know the other ranks (trainkit/distributed/launchers.py).
+# to train alone if it does not know the other ranks (manygpus/distributed/launchers.py).
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}"
-    env "TRAINKIT_JOB_DIR=$TRAINKIT_JOB_DIR" TRAINKIT_STARTED_BY=srun ${proctrack:+"TRAINKIT_PROCTRACK=$proctrack"})
+    env "MANYGPUS_JOB_DIR=$MANYGPUS_JOB_DIR" MANYGPUS_STARTED_BY=srun ${proctrack:+"MANYGPUS_PROCTRACK=$proctrack"})
 
 # --- the log ----------------------------------------------------------------------------------------
 # The log of the job, if it is a file, and the logs of submitit for the ranks from 1 on, which lie beside it. Each
@@ -89,7 +89,7 @@ for log in "$own_log" "${own_log%_0_log.out}"_[1-9]*_log.out; do
     [[ ! -f $log ]] || earlier_bytes[$log]=$(stat --format=%s "$log")
 done
 
-# Print the end of what this start has printed so far, each log after a line with its name (trainkit/jobs/job_log.py).
+# Print the end of what this start has printed so far, each log after a line with its name (manygpus/jobs/job_log.py).
 # A whole log of half a GB (NCCL_DEBUG=INFO) would take Python longer than it may.
 printed() {
     local log first last_part
@@ -103,13 +103,13 @@ printed() {
 }
 
 # --- what Python decides ----------------------------------------------------------------------------
-# Ask trainkit/jobs/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION NAME=VALUE... What it has to know is its
+# Ask manygpus/jobs/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION NAME=VALUE... What it has to know is its
 # input, as `ps` would show a command line to everybody. Python's time is limited, because a Python that hangs, for
 # instance in a file system, must not hold a node. If only the site's container has Python, it is asked there, in a
 # step, with a limit of its own. Slurm starts no step in a job that is being requeued.
 in_job() {
     local seconds=$1 seconds_in_container=$2
-    local ask=(env PYTHONSAFEPATH=1 python -m trainkit.jobs.in_job "$3")
+    local ask=(env PYTHONSAFEPATH=1 python -m manygpus.jobs.in_job "$3")
     shift 3
     timeout --signal=KILL "$seconds" "${ask[@]}" < <(in_job_input "$@") && return
     [[ -z $requeued ]] || return 1
@@ -122,7 +122,7 @@ in_job() {
 
 # Print NAME=VALUE..., each with a NUL after it, one more NUL, and the end of the logs.
 in_job_input() {
-    printf '%s\0' "folder=$TRAINKIT_JOB_DIR" "facts=$facts" "plain=$plain" "repository=$REPOSITORY" \
+    printf '%s\0' "folder=$MANYGPUS_JOB_DIR" "facts=$facts" "plain=$plain" "repository=$REPOSITORY" \
         "log=$own_log" "$@" ""
     printed
 }
@@ -210,7 +210,7 @@ choose_training() {
     local script=$1 correction="correct its name"
     shift
     if [[ $plain ]]; then
-        TRAINING=(-m trainkit.jobs.plain "$@")
+        TRAINING=(-m manygpus.jobs.plain "$@")
         tell_script "$@"
         return
     fi
@@ -220,8 +220,8 @@ choose_training() {
     fi
     [[ $PWD == "${SLURM_SUBMIT_DIR:-$PWD}" ]] || correction="leave out --chdir"
     [[ -f $script ]] || fail "there is no script $script in $PWD: $correction."
-    TRAINING=("$script" --data-dir "$TRAINKIT_DATA_DIR" --results-dir "$TRAINKIT_RESULTS_DIR"
-        --checkpoint-dir "$TRAINKIT_JOB_DIR/checkpoints" --resume auto "$@")
+    TRAINING=("$script" --data-dir "$MANYGPUS_DATA_DIR" --results-dir "$MANYGPUS_RESULTS_DIR"
+        --checkpoint-dir "$MANYGPUS_JOB_DIR/checkpoints" --resume auto "$@")
     tell_script "$(realpath --no-symlinks -- "$script")" "$@"
 }
 
@@ -281,7 +281,7 @@ finish() {
         code=1
     fi
     echo
-    [[ ! $begun || ! -e $TRAINKIT_JOB_DIR/stopped ]] || stopped=1 # an earlier start may have left the note
+    [[ ! $begun || ! -e $MANYGPUS_JOB_DIR/stopped ]] || stopped=1 # an earlier start may have left the note
     if ((code || ${SLURM_RESTART_COUNT:-0})) || [[ $stopped ]]; then
         facts=$(scontrol --oneliner show job "$this_job" 2>/dev/null)
     fi
@@ -297,7 +297,7 @@ finish() {
         [[ $answer != *$'\n'* ]] || echo "${answer#*$'\n'}"
     elif ((code)) || [[ $stopped && ! $requeued ]]; then
         ((code)) || code=1
-        echo "${refusal:+error: $refusal; }its checkpoints, if it has saved, are in $TRAINKIT_JOB_DIR/checkpoints"
+        echo "${refusal:+error: $refusal; }its checkpoints, if it has saved, are in $MANYGPUS_JOB_DIR/checkpoints"
     fi
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code"
     exit "$code"

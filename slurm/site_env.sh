@@ -45,11 +45,11 @@ that are not set."
 fi
 
 # --- what follows from the site file ----------------------------------------------------------------
-export TRAINKIT_DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
-export TRAINKIT_RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
+export MANYGPUS_DATA_DIR=${SITE_DATA_DIR:-$REPOSITORY/data}
+export MANYGPUS_RESULTS_DIR=${SITE_RESULTS_DIR:-$REPOSITORY/results}
 # Here each job has a folder for its checkpoints, samples and error notes.
-JOBS_DIR=${SITE_SCRATCH_DIR:-$TRAINKIT_RESULTS_DIR/jobs}
-for path in "$TRAINKIT_DATA_DIR" "$TRAINKIT_RESULTS_DIR" "$JOBS_DIR"; do
+JOBS_DIR=${SITE_SCRATCH_DIR:-$MANYGPUS_RESULTS_DIR/jobs}
+for path in "$MANYGPUS_DATA_DIR" "$MANYGPUS_RESULTS_DIR" "$JOBS_DIR"; do
     [[ $path == /* ]] ||
         fail "slurm/site.sh names the folder $path, relative to where you are: begin it with / or \$HOME."
 done
@@ -66,7 +66,7 @@ fi
 [[ ${SITE_NETWORK_INTERFACE:-} != [=^]* ]] ||
     fail "SITE_NETWORK_INTERFACE names interfaces, such as ib0, and $SITE_NETWORK_INTERFACE is notation of NCCL \
 that gloo does not know: correct it in slurm/site.sh, or export NCCL_SOCKET_IFNAME there in its place."
-export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # finds trainkit if it is not installed
+export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # finds manygpus if it is not installed
 
 # Activate the job's Python. Jobs run with `set -u`, under which both module and conda fail.
 run_activate_environment() {

@@ -22,7 +22,7 @@ from conftest import ENVIRONMENT, REPOSITORY, STARTUP, rows_of
 # What the kit needs besides PyTorch and NumPy (pyproject.toml), by the names in site-packages.
 OF_THE_KIT = re.compile(
     "(submitit|torchvision|scipy|pandas|matplotlib|mpl_toolkits|pillow|PIL|tqdm|psutil|pynvml|nvidia_ml_py"
-    "|trainkit|__editable__)",
+    "|manygpus|__editable__)",
     re.IGNORECASE,
 )
 FOLDERS = {"single": "01_singlegpu", "dp": "02_multigpu_dp", "ddp": "03_multigpu_ddp"}
@@ -37,10 +37,10 @@ SCRIPTS = {
 # A stage that trains nothing, loads no PyTorch, and records what a GPU might have done.
 PRETENDED = """
 import os, sys, time
-from trainkit import errors
-from trainkit.config import options
-from trainkit.distributed import launchers
-from trainkit.record import records
+from manygpus import errors
+from manygpus.config import options
+from manygpus.distributed import launchers
+from manygpus.record import records
 
 SPEEDS = {4096: 300_000, 8192: 310_000}
 ONES = ("nodes", "threads_per_worker", "accumulate", "test_images", "train_loss", "test_loss")
@@ -85,7 +85,7 @@ def copy_project(folder: Path) -> None:
     """What a user has after `git clone` and `make data`, but for the tests and the environment."""
     made = ("runs", "jobs", "debug", "sweeps", "comparisons", "models", "sample", "breakdown", "all_reduce")
     produced = {"results": made}
-    for name in ("trainkit", *FOLDERS.values(), "slurm", "results"):
+    for name in ("manygpus", *FOLDERS.values(), "slurm", "results"):
         of_a_learner = ("mine", "mine-*", "progress.json")
         left_out = (
             "practice_cluster",
@@ -172,7 +172,7 @@ class Checkout:
         self.environment = {
             name: value for name, value in ENVIRONMENT.items() if not name.startswith("SBATCH_")
         }
-        # This copy of trainkit, not the installed one.
+        # This copy of manygpus, not the installed one.
         self.environment |= {"PATH": str(self.commands), "PYTHONPATH": f"{folder}:{STARTUP}"}
 
     def run(

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import pytest
 from scheduling import GroupedTests
 
-from trainkit.config.known_datasets import DEFAULT_DIR
-from trainkit.data import staging
-from trainkit.jobs import local, stages
-from trainkit.record import records
+from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.data import staging
+from manygpus.jobs import local, stages
+from manygpus.record import records
 
 if TYPE_CHECKING:
     import torch
@@ -181,9 +181,9 @@ def run_stage(
 
 
 def code_of(stage: str | Path) -> dict[str, str]:
-    """The variable by which a stage of a copied checkout runs the trainkit there."""
+    """The variable by which a stage of a copied checkout runs the manygpus there."""
     above = STAGES.get(stage, Path(stage)).resolve().parents
-    top = next((folder for folder in above if (folder / "trainkit").is_dir()), REPOSITORY)
+    top = next((folder for folder in above if (folder / "manygpus").is_dir()), REPOSITORY)
     return {"PYTHONPATH": f"{top}{os.pathsep}{STARTUP}"}
 
 

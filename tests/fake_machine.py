@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from trainkit.monitor import processes
+from manygpus.monitor import processes
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 TOTAL_KB = 8_000_000

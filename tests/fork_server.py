@@ -50,9 +50,9 @@ def run(arguments: list[str]) -> int:
 
 
 def folders_of(script: str) -> list[str]:
-    """The script's folder, as Python has it, and the top of its checkout: a copy has its own trainkit."""
+    """The script's folder, as Python has it, and the top of its checkout: a copy has its own manygpus."""
     folder = Path(script).absolute().parent
-    tops = [above for above in (folder, *folder.parents) if (above / "trainkit").is_dir()]
+    tops = [above for above in (folder, *folder.parents) if (above / "manygpus").is_dir()]
     return [str(path) for path in (folder, *tops[:1])]
 
 

@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from mnist_lightning import Ranks
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainkit.distributed import process_group
-from trainkit.distributed.process_group import destroy_distributed
+from manygpus.distributed import process_group
+from manygpus.distributed.process_group import destroy_distributed
 
 TRAIN, TEST, BATCH = torch.arange(640), torch.arange(1001), 32  # each image is its own number
 STEPS = len(TRAIN) // BATCH // 2  # of an epoch, as each of two ranks takes BATCH images

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from conftest import ENVIRONMENT
 
-from trainkit.errors import UserError
-from trainkit.monitor import gpus, samples
+from manygpus.errors import UserError
+from manygpus.monitor import gpus, samples
 
 NODE = "node-1"
 # In a container NVML may tell other numbers of processes, or none at all.
@@ -33,7 +33,7 @@ import select
 import sys
 from pathlib import Path
 
-from trainkit.monitor import collector
+from manygpus.monitor import collector
 
 folder, period, most, variable = sys.argv[1:]
 if "FILE_LIMIT" in os.environ:
@@ -63,7 +63,7 @@ def start_monitor(
 ) -> subprocess.Popen:
     """Start the monitor of the job whose folder is `folder`; a variable that is None is not set."""
     command = [sys.executable, "-c", PROGRAM, folder / samples.FOLDER, period, most]
-    command.append(f"TRAINKIT_JOB_DIR={folder}")
+    command.append(f"MANYGPUS_JOB_DIR={folder}")
     environment = ENVIRONMENT | {"SLURMD_NODENAME": NODE} | variables
     environment = {name: value for name, value in environment.items() if value is not None}
     return subprocess.Popen(list(map(str, command)), env=environment, text=True, **PIPES)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from trainkit import devices
+from manygpus import devices
 
 MEMORY_BYTES = 5_000_000
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import traces
 from traces import Gpu, SyntheticJob
 
-from trainkit.monitor import samples
-from trainkit.monitor.findings.finding import Finding
-from trainkit.monitor.verdict import judge
+from manygpus.monitor import samples
+from manygpus.monitor.findings.finding import Finding
+from manygpus.monitor.verdict import judge
 
 Row = dict[str, str]
 Change = Callable[[Row], Row | None]

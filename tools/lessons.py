@@ -35,10 +35,10 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from PIL import Image
 
-from trainkit.compare import comparison, report
-from trainkit.monitor import wording
-from trainkit.monitor.verdict import judge
-from trainkit.workshop.exercises import Workbook
+from manygpus.compare import comparison, report
+from manygpus.monitor import wording
+from manygpus.monitor.verdict import judge
+from manygpus.workshop.exercises import Workbook
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BENCH = REPOSITORY / "tools" / "bench"

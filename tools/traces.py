@@ -19,8 +19,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.monitor import samples
-from trainkit.record import records
+from manygpus.monitor import samples
+from manygpus.record import records
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRACES = REPOSITORY / "results" / "sample" / "traces"

@@ -5,8 +5,8 @@ Try: python exercises/check.py
 
 from pathlib import Path
 
-from trainkit.errors import entrypoint
-from trainkit.workshop import exercises
+from manygpus.errors import entrypoint
+from manygpus.workshop import exercises
 
 
 @entrypoint

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Turn a base image with Python >= 3.10 and pip into an image for the jobs. Dockerfile and tutorial.def both copy this
-# script, pyproject.toml and trainkit/ into the image, and run it there as root.
+# script, pyproject.toml and manygpus/ into the image, and run it there as root.
 set -euo pipefail
 
 # Runs record their commit with git, which small base images lack.
@@ -13,7 +13,7 @@ fi
 # Install what pyproject.toml lists. The PyTorch of the base stays if it is new enough.
 python -m pip install --no-cache-dir .
 
-# Fail if the image cannot train. In a different folder, Python imports the installed trainkit, not the copy.
+# Fail if the image cannot train. In a different folder, Python imports the installed manygpus, not the copy.
 cd /
-python -c 'import torch, torchvision, trainkit.jobs, trainkit.compare; print("PyTorch", torch.__version__)'
+python -c 'import torch, torchvision, manygpus.jobs, manygpus.compare; print("PyTorch", torch.__version__)'
 git --version

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from trainkit import errors
-from trainkit.config.command_line import Parser, above_0
+from manygpus import errors
+from manygpus.config.command_line import Parser, above_0
 
 WAYS = {
     "wait": "sleeps",

@@ -27,9 +27,9 @@ from setuptools.config.pyprojecttoml import load_file
 from test_packages import imports
 from torch.utils.data import DataLoader
 
-from trainkit.config.known_datasets import DEFAULT_DIR
-from trainkit.record import records
-from trainkit.training import sharded
+from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.record import records
+from manygpus.training import sharded
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -177,10 +177,10 @@ def test_what_a_learner_runs_is_installed_by_make() -> None:
     told_to_install = {"lightning", "accelerate", "transformers", "hydra", "omegaconf", "wandb", "mlflow"}
     project = load_file(REPOSITORY / "pyproject.toml")["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["course"]]
-    declared = {"trainkit", *(re.match(r"[\w-]+", requirement)[0] for requirement in needed)}
+    declared = {"manygpus", *(re.match(r"[\w-]+", requirement)[0] for requirement in needed)}
     distributions = importlib.metadata.packages_distributions()
     assert "py-spy" in declared
-    for path in lessons.files("0*/*.py", "trainkit/*.py", "slurm/*.py", "results/*.py"):
+    for path in lessons.files("0*/*.py", "manygpus/*.py", "slurm/*.py", "results/*.py"):
         for module in {name.split(".")[0] for name in imports(path)} - told_to_install:
             # The project's own modules, and Python's, are of no distribution.
             assert declared.intersection(distributions.get(module, declared)), f"{path}: {module}"

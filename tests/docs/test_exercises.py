@@ -15,9 +15,9 @@ from checkout import make_project, wait_until
 from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 from forking import Forking
 
-from trainkit.workshop import exercises
-from trainkit.workshop.exercises import Exercise, relative
-from trainkit.workshop.work import Workspace, Wrong
+from manygpus.workshop import exercises
+from manygpus.workshop.exercises import Exercise, relative
+from manygpus.workshop.work import Workspace, Wrong
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 
@@ -95,8 +95,8 @@ def test_the_solution_passes(folder: Path, learner: Callable[[Path], Learner]) -
 ANSWER_WRONGLY = """
 import json, shutil, sys
 from pathlib import Path
-from trainkit.workshop import ranks
-from trainkit.workshop.exercises import Exercise
+from manygpus.workshop import ranks
+from manygpus.workshop.exercises import Exercise
 
 ranks.TIMEOUT = 8  # seconds; some of them hang
 folder, answers = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -276,7 +276,7 @@ def test_a_program_that_never_ends_is_killed_with_its_ranks(
     (clock.mine / "clock.py").write_text(
         "import os, time\n"
         "from pathlib import Path\n"
-        "from trainkit.workshop.ranks import in_ranks\n"
+        "from manygpus.workshop.ranks import in_ranks\n"
         "def wait(rank, size):\n"
         "    Path(__file__).with_name(f'rank{rank}').write_text(str(os.getpid()))\n"
         "    while True:\n"
@@ -307,7 +307,7 @@ def test_a_file_that_is_gone(clock: Learner) -> None:
 def test_a_rank_that_fails_is_told_of(forking: Forking, tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(
         "import torch, torch.distributed as dist\n"
-        "from trainkit.workshop import ranks\n"
+        "from manygpus.workshop import ranks\n"
         "def add(rank, size):\n"
         "    total = torch.tensor(rank); dist.all_reduce(total); return total.item()\n"
         "def die(rank, size):\n"

@@ -14,7 +14,7 @@ import pytest
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, GPUS, REPOSITORY, WITH_GPUS, alone_with_the_gpus, ran, succeeded
 
-from trainkit.monitor.findings import FINDINGS
+from manygpus.monitor.findings import FINDINGS
 
 PAGE = (REPOSITORY / "slurm" / "MONITORING.md").read_text()
 RECORDED = REPOSITORY / "results" / "sample" / "h100" / "nvidia_smi.txt"

@@ -36,14 +36,14 @@ os.execvp(words[0], words)
 """
 
 
-COPIED = ("pyproject.toml", "slurm/containers/install.sh", "trainkit")
+COPIED = ("pyproject.toml", "slurm/containers/install.sh", "manygpus")
 
 
 @pytest.mark.full
 def test_the_steps_install_what_jobs_import(tmp_path: Path) -> None:
     """install.sh, as it is, in a folder that has only what the definitions copy.
 
-    The packages that trainkit needs are lent by the environment of the tests in place of being downloaded.
+    The packages that manygpus needs are lent by the environment of the tests in place of being downloaded.
     """
     inside = tmp_path / "inside"
     for source in COPIED:
@@ -72,9 +72,9 @@ PYTHONPATH=$INSTALLED exec {shlex.quote(sys.executable)} "$@"
         kept = (path.relative_to(folder) for path in folder.rglob("*") if path.suffix in (".py", ".j2"))
         return {str(path) for path in kept}
 
-    assert files(installed / "trainkit") == files(REPOSITORY / "trainkit")
+    assert files(installed / "manygpus") == files(REPOSITORY / "manygpus")
     # The image is refused where what was installed cannot be imported.
-    (installed / "trainkit" / "jobs" / "__init__.py").write_text("import nowhere\n")
+    (installed / "manygpus" / "jobs" / "__init__.py").write_text("import nowhere\n")
     python.write_text(python.read_text().replace("    exec", "    exit # "))  # pip would put it right
     done = ran("bash", "install.sh", cwd=inside, env=environment)
     assert done.returncode != 0
@@ -88,7 +88,7 @@ module() { :; }
 source ../slurm/site_env.sh
 run_activate_environment
 "${SITE_CONTAINER[@]}" python -c 'print("a rank")'
-printf '%s\\n' "$TRAINKIT_DATA_DIR" "${SITE_SRUN_ARGS[@]}"
+printf '%s\\n' "$MANYGPUS_DATA_DIR" "${SITE_SRUN_ARGS[@]}"
 """
 
 

@@ -15,13 +15,13 @@ from checkout import Checkout, own_environment
 from cluster import RunningCluster
 from conftest import REPOSITORY, ran
 
-from trainkit import devices as device
-from trainkit.distributed import process_group
-from trainkit.doctor import checkup, checkup_torch, cli, login_node, script_imports
-from trainkit.doctor.findings import FAULT, FIXES, OK, WARNING, Finding, findings_in, read_messages
-from trainkit.errors import UserError
-from trainkit.jobs import site, slurm
-from trainkit.record.records import read_all_reduce
+from manygpus import devices as device
+from manygpus.distributed import process_group
+from manygpus.doctor import checkup, checkup_torch, cli, login_node, script_imports
+from manygpus.doctor.findings import FAULT, FIXES, OK, WARNING, Finding, findings_in, read_messages
+from manygpus.errors import UserError
+from manygpus.jobs import site, slurm
+from manygpus.record.records import read_all_reduce
 
 # For what does not come to the job's Python: it takes seconds to import torch.
 NO_PYTHON = "activate_environment() { false; }\n"
@@ -175,7 +175,7 @@ def test_what_a_script_of_its_own_environment_imports(checkout: Checkout) -> Non
     (folder / "package" / "words.py").write_text("GREETING = 'hello'")
     (folder / "package" / "train.py").write_text(
         "import os.path, nothing\nfrom nothing.of import that\nfrom .words import GREETING, PARTING\n"
-        "from trainkit.training.recorder import Recorder\n"
+        "from manygpus.training.recorder import Recorder\n"
         "try:\n    import apex\nexcept ImportError:\n    pass\nopen('it was run', 'w')\n"
     )
     own_environment(folder / "env")
@@ -212,7 +212,7 @@ def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:
     told = diagnose(checkout.run(*command(checkout, "--json")))
     data = found(told, "data", FAULT)
     assert "/nowhere" in data
-    assert "python -m trainkit.data.datasets" in data.partition(" -> ")[2]
+    assert "python -m manygpus.data.datasets" in data.partition(" -> ")[2]
     folders = found(told, "folders", FAULT)
     assert re.search("results .*/etc/passwd/results .* -> .*SITE_RESULTS_DIR", folders)
     assert re.search("checkpoints .*/etc/passwd/results/jobs ", folders)
@@ -416,7 +416,7 @@ def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end(checkout: Checkout) -
 
 
 def test_a_step_that_hangs_is_told_and_ends_its_rank(checkout: Checkout) -> None:
-    program = "from trainkit.doctor import checkup; import time; checkup.STEP_SECONDS = 0.1; "
+    program = "from manygpus.doctor import checkup; import time; checkup.STEP_SECONDS = 0.1; "
     program += "checkup._step('gpus', time.sleep, 200); print('went on')"
     done = checkout.run(sys.executable, "-c", program, SLURM_PROCID="1", SLURM_LOCALID="1")
     begun, told, ended = read_messages(done.stdout)
@@ -509,7 +509,7 @@ def test_data_that_only_the_login_node_sees(
     finally:
         cluster.run(["rm", "--recursive", of_login])
     fix = found(told, "data", FAULT).partition(" -> ")[2]
-    assert "SITE_DATA_DIR" in fix and "trainkit.data.datasets" not in fix
+    assert "SITE_DATA_DIR" in fix and "manygpus.data.datasets" not in fix
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def weights(job_folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 def run(forks: Forking, script: Path, job_folder: Path) -> str:
     """Run the script in two ranks, and return what they have printed."""
-    own = dict.fromkeys(("TRAINKIT_JOB_DIR", "TRAINKIT_RESULTS_DIR"), str(job_folder))
+    own = dict.fromkeys(("MANYGPUS_JOB_DIR", "MANYGPUS_RESULTS_DIR"), str(job_folder))
     own["LOCAL_WORLD_SIZE"] = "2"
     return succeeded(forks.run(script, env=ENVIRONMENT | own, ranks=2)).stdout
 
@@ -154,7 +154,7 @@ def test_lightning_alone_comes_back_by_itself_on_one_gpu(on_cluster: Checkout) -
 
 
 RECORDER = """
-    from trainkit.training.recorder import Recorder
+    from manygpus.training.recorder import Recorder
     told = {"batch_size": GLOBAL_BATCH_SIZE, "epochs": EPOCHS, "dataset": "random"}
     recorder = Recorder("accelerate", model, optimizer, **told)
     accelerator.register_for_checkpointing(recorder)

@@ -11,7 +11,7 @@ from subprocess import CompletedProcess
 import pytest
 from checkout import Checkout
 
-from trainkit import job_folder
+from manygpus import job_folder
 
 GAVE_UP = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12) ran for 30001 ms\n"
 NOTES = ("stopped", "rank-0.failed", "outcome.json")
@@ -96,7 +96,7 @@ def test_python_gets_each_value_as_it_is_and_no_command_line_shows_it(checkout: 
     script = job_folder.read_script(job.folder)
     assert script and (script.arguments, script.job_name) == (words, name)
     called = (place / "called").read_text().splitlines()
-    assert called == [f"-m trainkit.jobs.in_job {question}" for question in ("begin", "script", "end")]
+    assert called == [f"-m manygpus.jobs.in_job {question}" for question in ("begin", "script", "end")]
 
 
 FAILURES = {

@@ -29,7 +29,7 @@ TWO_NODES = {
 # As on Debian: each node has its hostname, here another than Slurm's, at an address that means itself.
 AS_ON_DEBIAN = """SITE_CONTAINER=(unshare --uts --mount bash -c '
     hostname "host-$SLURMD_NODENAME"
-    hosts=$(mktemp --tmpdir="$TRAINKIT_JOB_DIR")
+    hosts=$(mktemp --tmpdir="$MANYGPUS_JOB_DIR")
     cat /etc/hosts - <<<"127.0.1.1 host-$SLURMD_NODENAME" >"$hosts"
     mount --bind "$hosts" /etc/hosts
     exec "$@"' bash)
@@ -70,7 +70,7 @@ def test_a_script_of_ones_own(on_cluster: Checkout) -> None:
 import os, sys
 from pathlib import Path
 rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
-Path(os.environ["TRAINKIT_JOB_DIR"], f"own-{rank}").write_text(" ".join(sys.argv[-4:]))
+Path(os.environ["MANYGPUS_JOB_DIR"], f"own-{rank}").write_text(" ".join(sys.argv[-4:]))
 """
     for folder in FOLDERS.values():
         (on_cluster.folder / folder / "mine.py").write_text(own)
@@ -204,7 +204,7 @@ def test_what_the_users_shell_has_left(on_cluster: Checkout) -> None:
     on_cluster.site(
         "export SLURM_GPU_BIND=none\nactivate_environment() { export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0; }\n"
     )
-    dump = "Path(os.environ['TRAINKIT_JOB_DIR'], 'environment').write_text(str(dict(os.environ)))"
+    dump = "Path(os.environ['MANYGPUS_JOB_DIR'], 'environment').write_text(str(dict(os.environ)))"
     on_cluster.plant("ddp", f"from pathlib import Path; {dump}")
     left = {
         "RANK": 0,

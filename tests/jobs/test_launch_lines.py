@@ -9,7 +9,7 @@ import pytest
 from checkout import SCRIPTS, Checkout
 from cluster import RunningCluster
 
-from trainkit.jobs import sbatch_options
+from manygpus.jobs import sbatch_options
 
 
 @pytest.mark.parametrize("launcher", SCRIPTS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from checkout import Checkout
 
-from trainkit.workshop.exercises import Exercise
+from manygpus.workshop.exercises import Exercise
 
 
 def check(on_cluster: Checkout, folder: Path) -> str:

@@ -10,8 +10,8 @@ from checkout import Checkout, make_project
 from conftest import ENVIRONMENT, REPOSITORY, STARTUP, one_error, ran, succeeded
 from forking import Forking
 
-from trainkit.commands import compare
-from trainkit.errors import UserError
+from manygpus.commands import compare
+from manygpus.errors import UserError
 
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
 

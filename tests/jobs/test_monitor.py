@@ -17,7 +17,7 @@ from checkout import Checkout, wait_until
 from cluster import RunningCluster
 from conftest import failed
 
-from trainkit.monitor import samples
+from manygpus.monitor import samples
 
 MONITOR, ON = "slurm/monitor.py", "SITE_MONITOR=on\n"  # the site file counts more than the tests' own "off"
 TRAINING = ("--epochs", 1, "--train-size", 600, "--test-size", 200, "--batch-size", 100)
@@ -26,9 +26,9 @@ TRAINING += ("--width", 4, "--precision", "fp32", "--no-cuda")
 RANK = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from trainkit import errors
+from manygpus import errors
 
-folder = Path(os.environ["TRAINKIT_JOB_DIR"])
+folder = Path(os.environ["MANYGPUS_JOB_DIR"])
 rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
 restart = os.environ.get("SLURM_RESTART_COUNT", "0")
 
@@ -91,7 +91,7 @@ def monitor_of(checkout: Checkout, job: int | str) -> Path:
 
 def test_a_command_is_sampled(checkout: Checkout) -> None:
     """It has a job's folder, its exit code is that of monitor.py, and it can be looked at afterwards."""
-    command = ("bash", "-c", "echo in $TRAINKIT_JOB_DIR; exit 3")
+    command = ("bash", "-c", "echo in $MANYGPUS_JOB_DIR; exit 3")
     done = checkout.python(MONITOR, "--", *command)
     assert done.returncode == 3, done.stderr
     first, *verdict = done.stdout.splitlines()
@@ -338,7 +338,7 @@ def test_a_job_script_may_wait_for_what_it_has_started(on_cluster: Checkout) -> 
 
 def test_a_job_that_ignores_sigterm(on_cluster: Checkout) -> None:
     """Slurm kills it, and the job script, so the verdict comes before; USR1 ends nothing."""
-    program = on_cluster.folder / "trainkit" / "monitor" / "watch.py"
+    program = on_cluster.folder / "manygpus" / "monitor" / "watch.py"
     assert "\nPATIENCE_SECONDS = 8\n" in program.read_text()
     program.write_text(program.read_text().replace("PATIENCE_SECONDS = 8", "PATIENCE_SECONDS = 2"))
     ignores = """

@@ -14,7 +14,7 @@ from checkout import Checkout
 from cluster import running_cluster
 from conftest import succeeded
 
-from trainkit.monitor import samples
+from manygpus.monitor import samples
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("mnist_dir")]
 

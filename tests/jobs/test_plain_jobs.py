@@ -15,11 +15,11 @@ from checkout import SCRIPTS, Checkout, own_environment, wait_until
 from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 from traces import FROM_LOADERS, STARVED, SyntheticJob
 
-from trainkit import job_folder
-from trainkit.jobs import sweep_execution
-from trainkit.monitor import wording
-from trainkit.monitor.verdict import judge
-from trainkit.record import records
+from manygpus import job_folder
+from manygpus.jobs import sweep_execution
+from manygpus.monitor import wording
+from manygpus.monitor.verdict import judge
+from manygpus.record import records
 
 # Without PyTorch: the question is whom the signal reaches.
 HEARS = """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 asked = []
 signal.signal(signal.SIGUSR2, lambda *_: asked.append(True))
-job = Path(os.environ["TRAINKIT_JOB_DIR"])
+job = Path(os.environ["MANYGPUS_JOB_DIR"])
 last, first = job / f"rank-{os.environ['RANK']}.pt", 1
 assert ("--again" in sys.argv) == last.exists()  # as scripts with --resume that want their checkpoint
 (job / f"ready-{last.name}").touch()
@@ -144,7 +144,7 @@ def test_a_script_that_saves_nothing_is_preempted(on_cluster: Checkout) -> None:
 
 # It saves in its second start, and ends well in its third, or if it starts anew for good.
 PREEMPTED = """
-restart, job = int(os.environ.get("SLURM_RESTART_COUNT", "0")), os.environ["TRAINKIT_JOB_DIR"]
+restart, job = int(os.environ.get("SLURM_RESTART_COUNT", "0")), os.environ["MANYGPUS_JOB_DIR"]
 print("begun", restart, *sys.argv[3:], flush=True)
 if restart:
     open(f"{job}/checkpoints/model-{restart}.pt", "w").close()
@@ -215,7 +215,7 @@ def test_usr2_reaches_who_installs_a_handler_and_ends_nobody(tmp_path: Path) -> 
     """Also those who install it only where Python tells of none, and those who wait for USR1."""
     script = tmp_path / "states.py"
     script.write_text(STATES)
-    done = succeeded(ran(sys.executable, "-m", "trainkit.jobs.plain", "--plain", script, "an", "argument"))
+    done = succeeded(ran(sys.executable, "-m", "manygpus.jobs.plain", "--plain", script, "an", "argument"))
     assert done.stdout == f"{script} an argument __main__ states.py\n"
 
 
@@ -265,7 +265,7 @@ def test_usr2_comes_as_usr1_to_the_process_that_waits_for_it(script: str, said: 
     path.chmod(0o755)
     if not script.startswith("#!"):
         path = path.rename(tmp_path / "program.py")
-    command = [sys.executable, "-m", "trainkit.jobs.plain", "--plain", path]
+    command = [sys.executable, "-m", "manygpus.jobs.plain", "--plain", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as process:
         assert process.stdout.readline() == "waits\n"
         process.send_signal(signal.SIGUSR2)
@@ -296,7 +296,7 @@ def test_what_a_shell_script_has_started_may_save_after_sigterm(tmp_path: Path) 
     path = tmp_path / "run.sh"
     path.write_text(SAVES_AFTER_ITS_SHELL)
     path.chmod(0o755)
-    command = [sys.executable, "-m", "trainkit.jobs.plain", "--plain", path]
+    command = [sys.executable, "-m", "manygpus.jobs.plain", "--plain", path]
     pipes = {"stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **pipes) as process:
         assert process.stdout.readline() == "waits\n"
@@ -320,7 +320,7 @@ def test_what_it_prints_is_written_at_once(
     """Those of torchrun share a pipe, and write whole lines. In this pipe, each write is read by itself."""
     script = tmp_path / "says.py"
     script.write_text(f"import os; {said}; os._exit(0)")
-    command = [sys.executable, "-m", "trainkit.jobs.plain", "--plain", script]
+    command = [sys.executable, "-m", "manygpus.jobs.plain", "--plain", script]
     reads, writes = os.pipe2(os.O_DIRECT)
     with os.fdopen(reads, "rb", buffering=0) as output, os.fdopen(writes, "wb") as pipe:
         environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"} | variables
@@ -336,7 +336,7 @@ dist.init_process_group("gloo")
 """
 BOTH_PRINTED = """
 print("so far", rank)
-job = os.environ["TRAINKIT_JOB_DIR"]
+job = os.environ["MANYGPUS_JOB_DIR"]
 open(f"{job}/checkpoints/printed-{rank}", "w").close()
 while len(os.listdir(job + "/checkpoints")) < 2:
     time.sleep(0.1)
@@ -349,7 +349,7 @@ if rank == 0:
     ("launcher", "fate", "code", "told"),
     [
         # As the kit's own errors end a rank, such as those of a Recorder.
-        ("srun", BOTH_PRINTED + "from trainkit import errors; errors.fail('planted')", 1,
+        ("srun", BOTH_PRINTED + "from manygpus import errors; errors.fail('planted')", 1,
          "error on rank 1: planted"),
         ("torchrun", BOTH_PRINTED + "os._exit(7)", 7, "rank 1 on n1 ended with exit code 7"),
         # Once the group exists, PyTorch puts "[rank1]: " before each line. All ranks share the log.
@@ -420,7 +420,7 @@ def test_a_program_by_its_name_and_a_shell_script_that_does_not_start_by_itself(
         )
         script.chmod(mode)
     python = ("--python", "env/bin/python")
-    command = (sys.executable, "-m", "trainkit.jobs.plain", *python, "--plain", *words.split())
+    command = (sys.executable, "-m", "manygpus.jobs.plain", *python, "--plain", *words.split())
     done = succeeded(ran(*command, "an", "argument", cwd=tmp_path))
     assert done.stdout == f"{printed.format(tmp_path)}\n"
 
@@ -429,7 +429,7 @@ def test_a_program_by_its_name_and_a_shell_script_that_does_not_start_by_itself(
 IN_A_PACKAGE = """
 import importlib.util, os, sys
 from .words import GREETING
-found = [name for name in ("submitit", "trainkit") if importlib.util.find_spec(name)]
+found = [name for name in ("submitit", "manygpus") if importlib.util.find_spec(name)]
 words = (GREETING, os.environ["RANK"], sys.executable, found, os.environ["VIRTUAL_ENV"], *sys.argv[1:])
 # In one piece: another rank writes to the same log.
 sys.stdout.write(" ".join(map(str, words)) + "\\n")
@@ -531,7 +531,7 @@ def test_where_nodes_and_requests_are_uneven(on_cluster: Checkout) -> None:
 
 ARRAY = """
 import signal
-task, job = os.environ["SLURM_ARRAY_TASK_ID"], os.environ["TRAINKIT_JOB_DIR"]
+task, job = os.environ["SLURM_ARRAY_TASK_ID"], os.environ["MANYGPUS_JOB_DIR"]
 print("began", file=open("starts-" + task, "a"), flush=True)
 again = len(open("starts-" + task).readlines()) > 1
 signal.signal(signal.SIGUSR2, lambda *_: (open(job + "/stopped", "w").close(), os._exit(0)))
@@ -557,7 +557,7 @@ def test_one_job_of_an_array_comes_back_alone(on_cluster: Checkout) -> None:
 
 SAVES_AT_ONCE = """
 import signal
-job = os.environ["TRAINKIT_JOB_DIR"]
+job = os.environ["MANYGPUS_JOB_DIR"]
 open(job + "/checkpoints/saved", "w").close()
 signal.signal(signal.SIGTERM, lambda *_: (open(job + "/stopped", "w").close(), os._exit(0)))
 ready = job + "/ready"
@@ -584,7 +584,7 @@ def test_a_rank_that_fails_soon_does_not_come_back_for_ever(on_cluster: Checkout
         (GROUP + BOTH_PRINTED + "raise ValueError('planted')", 1,
          "failed: rank 1 ended with exit code 1: ValueError: planted (in "),
         ("os.kill(os.getpid(), 12)", 0, "done: see "),  # USR2, of which it knows nothing
-        ("open(os.environ['TRAINKIT_JOB_DIR'] + '/stopped', 'w').close()", 1, "to resume it, copy /"),
+        ("open(os.environ['MANYGPUS_JOB_DIR'] + '/stopped', 'w').close()", 1, "to resume it, copy /"),
         ("open(f'once-{rank}', 'x'); sys.exit(144)", 1, " ended with exit code 144"),
     ],
 )  # fmt: skip
@@ -602,7 +602,7 @@ def test_its_exit_codes_count_without_slurm(fate: str, code: int, told: str, che
 LEAVES_A_CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from trainkit.process import end_with
+from manygpus.process import end_with
 rank = os.getpid()
 if os.environ["RANK"] == "0" and not os.fork():
     if sys.argv[1] == "killed":
@@ -659,7 +659,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 
 def count():
-    samples = Path(os.environ["TRAINKIT_JOB_DIR"], "monitor").glob("*.csv")
+    samples = Path(os.environ["MANYGPUS_JOB_DIR"], "monitor").glob("*.csv")
     return sum(path.read_text().count(f",rank,{os.environ['RANK']},") for path in samples)
 
 if "together" in sys.argv:
@@ -673,7 +673,7 @@ while count() < began + 4:
 def judge_early(checkout: Checkout) -> None:
     """After three samples instead of ten, in which a process only loads PyTorch."""
     checkout.site("SITE_MONITOR=on\n")
-    rules = checkout.folder / "trainkit" / "monitor" / "sampled_job.py"
+    rules = checkout.folder / "manygpus" / "monitor" / "sampled_job.py"
     patient = "SAMPLES_UNTIL_RANKS_MEET = 10\n"
     assert patient in rules.read_text()
     rules.write_text(rules.read_text().replace(patient, "SAMPLES_UNTIL_RANKS_MEET = 3\n"))
@@ -702,7 +702,7 @@ if os.environ["WORLD_SIZE"] == "2" and not Path("well").exists():
     + """
 if os.environ["WORLD_SIZE"] == "2":
     os._exit(0)
-from trainkit.training.recorder import Recorder
+from manygpus.training.recorder import Recorder
 model = torch.nn.Linear(2, 1)
 told = {"batch_size": 8, "epochs": 1, "dataset": " ".join(sys.argv[1:])}
 recorder = Recorder("theirs", model, torch.optim.SGD(model.parameters(), lr=0.1), **told)

@@ -18,8 +18,8 @@ from checkout import copy_project
 from cluster import PROGRAM, SLURM, RunningCluster, run_program, running_cluster
 from conftest import ENVIRONMENT, NO_CLUSTER, REPOSITORY, ran, succeeded
 
-from trainkit.doctor.findings import in_words
-from trainkit.record.records import read_all_reduce
+from manygpus.doctor.findings import in_words
+from manygpus.record.records import read_all_reduce
 
 DAEMON = pwd.getpwnam("daemon").pw_uid  # newer Slurm (seen: 26.05) refuses nobody
 BYTES_PER_S = 100e6 / 8
@@ -194,7 +194,7 @@ def test_communication_takes_as_long_as_the_network_lets_it(cluster: RunningClus
     checkout = tmp_path / "a checkout"
     copy_project(checkout)
     (checkout / ".venv").symlink_to(sys.prefix)
-    checkup = checkout / "trainkit" / "doctor" / "checkup_torch.py"
+    checkup = checkout / "manygpus" / "doctor" / "checkup_torch.py"
     checkup.write_text(checkup.read_text().replace("SLOW_SECONDS = 1.0", "SLOW_SECONDS = 0.05"))
     with running_cluster("--bandwidth", "100mbit", gpus=1) as slow:
         status = run_program("status", "--name", slow.name).stdout

@@ -9,9 +9,9 @@ import pytest
 from checkout import Checkout
 from conftest import succeeded
 
-from trainkit.doctor import login_node
-from trainkit.doctor.findings import FAULT, WARNING
-from trainkit.jobs import site
+from manygpus.doctor import login_node
+from manygpus.doctor.findings import FAULT, WARNING
+from manygpus.jobs import site
 
 ENDS = "ends the shell"
 # Bad site files, and what the fault has to name.

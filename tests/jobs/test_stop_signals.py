@@ -59,8 +59,8 @@ import os, signal, sys, time
 from pathlib import Path
 
 def stop(number, _):
-    Path(os.environ["TRAINKIT_JOB_DIR"], "heard").write_text(signal.Signals(number).name)
-    Path(os.environ["TRAINKIT_JOB_DIR"], "stopped").touch()
+    Path(os.environ["MANYGPUS_JOB_DIR"], "heard").write_text(signal.Signals(number).name)
+    Path(os.environ["MANYGPUS_JOB_DIR"], "stopped").touch()
     sys.exit()
 
 for number in (signal.SIGUSR2, signal.SIGTERM):

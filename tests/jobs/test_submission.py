@@ -24,11 +24,11 @@ from checkout import FOLDERS, SCRIPTS, Checkout, wait_until
 from cluster import RunningCluster
 from conftest import REPOSITORY, one_error, rows_of, succeeded
 
-from trainkit import job_folder
-from trainkit.errors import UserError
-from trainkit.job_folder import Outcome
-from trainkit.jobs import following, local, sbatch_options, site, slurm, submission
-from trainkit.jobs.following import SlurmHandle, State
+from manygpus import job_folder
+from manygpus.errors import UserError
+from manygpus.job_folder import Outcome
+from manygpus.jobs import following, local, sbatch_options, site, slurm, submission
+from manygpus.jobs.following import SlurmHandle, State
 
 SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--width", 4, "--precision", "fp32")
 SMALL += ("--no-cuda",)
@@ -36,7 +36,7 @@ SMALL += ("--no-cuda",)
 FACTS = """
 import json, os, signal, sys
 from pathlib import Path
-from trainkit import errors
+from manygpus import errors
 
 @errors.entrypoint
 def main():
@@ -45,7 +45,7 @@ def main():
         "environment": dict(os.environ),
         "signals": {str(n): str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGUSR2)},
     }
-    Path(os.environ["TRAINKIT_JOB_DIR"], f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+    Path(os.environ["MANYGPUS_JOB_DIR"], f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
     # here
 
 if __name__ == "__main__":
@@ -109,7 +109,7 @@ def test_the_environment_of_local_processes(checkout: Checkout) -> None:
 
 def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
     """Without Slurm all of them are used, but for one process one; and no more than there are."""
-    checkout.redefine("trainkit/jobs/local.py", "def gpus_here(): return 3")
+    checkout.redefine("manygpus/jobs/local.py", "def gpus_here(): return 3")
     checkout.script("ddp").write_text(FACTS)
     sizes = ("--batch-size", 66)
     # What the shell has chosen; AMD's variable is the one that counts, where there are both.
@@ -765,7 +765,7 @@ def test_patience_with_a_slurm_that_does_not_answer(
         ("dp", "--gpus 3", "divide evenly among 3 GPUs"),
         ("ddp", "--batch-size 64 --batch-size-per-gpu 32", "give only one"),
         ("ddp", "--gpus 2 --batch-size-per-gpu 40000", "--batch-size 80000 is more"),
-        ("ddp", "--data-dir /nowhere", "MNIST in /nowhere .* python -m trainkit.data.datasets"),
+        ("ddp", "--data-dir /nowhere", "MNIST in /nowhere .* python -m manygpus.data.datasets"),
         ("ddp", "--results-dir /proc/nowhere", "/proc/nowhere/runs"),
         ("ddp", "--script nowhere.py", "no script nowhere.py"),
         ("ddp", "--script README.md", "README.md .* .py"),

@@ -18,7 +18,7 @@ from checkout import Checkout, pretended, wait_until
 from cluster import RunningCluster
 from conftest import failed, succeeded
 
-from trainkit.record import records
+from manygpus.record import records
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 
@@ -162,7 +162,7 @@ def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -
 def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
     """It says what can be seen there. Sizes that are given are not measured."""
     checkout.pretend()
-    checkout.redefine("trainkit/jobs/local.py", "def gpus_here(): return 1")
+    checkout.redefine("manygpus/jobs/local.py", "def gpus_here(): return 1")
     arguments = ("--batch-size", 256, "--repeats", 2, "--out", checkout.sweep)
     done = succeeded(checkout.python("results/compare.py", *arguments, "--train-size", 120_000))
     assert "measured" not in done.stdout
@@ -261,7 +261,7 @@ def test_a_sweep_of_an_own_script(checkout: SweepCheckout) -> None:
 def test_a_file_system_without_locks(checkout: SweepCheckout) -> None:
     checkout.pretend()
     checkout.plant(
-        "trainkit/commands/sweep.py",
+        "manygpus/commands/sweep.py",
         """
         import fcntl
 
@@ -293,7 +293,7 @@ def test_dp_needs_gpus(checkout: SweepCheckout) -> None:
         ("--data-dir nowhere", "MNIST in nowhere"),
         ("--resume auto --checkpoint-dir somewhere", "single jobs"),
         ("--out /proc/nowhere", "cannot be written to"),
-        ("--out trainkit", "other things"),
+        ("--out manygpus", "other things"),
         ("--gpus 4096 --batch-size 4096", "4096 workers"),
         ("--batch-size-per-gpu 32", "--scaling weak"),
         ("--deadline soon", "'soon'"),

@@ -179,7 +179,7 @@ print("lr", lr, "restart", restart, *map(repr, sys.argv[3:]), flush=True)
 if lr == "1" and restart == 0:
     while not asked:
         time.sleep(0.1)
-    (Path(os.environ["TRAINKIT_JOB_DIR"]) / "stopped").touch()
+    (Path(os.environ["MANYGPUS_JOB_DIR"]) / "stopped").touch()
 os._exit(3 if lr == "3" else 0)
 """
 

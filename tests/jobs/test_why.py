@@ -11,16 +11,16 @@ import pytest
 from checkout import Checkout
 from cluster import RunningCluster
 
-from trainkit import job_folder
-from trainkit.jobs import why
+from manygpus import job_folder
+from manygpus.jobs import why
 
 # Ranks that note that they have started, wait for each other, and then do what is planted for each.
 RANKS = """
 import atexit, os, signal, sys, time
 from pathlib import Path
-from trainkit import errors
+from manygpus import errors
 
-folder, rank = Path(os.environ["TRAINKIT_JOB_DIR"]), os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+folder, rank = Path(os.environ["MANYGPUS_JOB_DIR"]), os.environ.get("RANK") or os.environ["SLURM_PROCID"]
 
 def wait_for(*names):
     while not all((folder / name).exists() for name in names):

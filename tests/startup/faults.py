@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from trainkit.training.run import Run
+from manygpus.training.run import Run
 
 InStep = Callable[[torch.optim.Optimizer], object]
 InEpoch = Callable[[], object]

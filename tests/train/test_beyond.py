@@ -27,7 +27,7 @@ from conftest import (
 )
 from forking import Forking
 
-from trainkit.record import records
+from manygpus.record import records
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 
@@ -211,7 +211,7 @@ def test_ranks_train_as_one_with_statistics_over_all_and_only_then(trained: Call
 
 def test_statistics_of_one_rank_are_those_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(COMPLETE)
-    from trainkit.training.sync_on_cpu import SyncOnCPU
+    from manygpus.training.sync_on_cpu import SyncOnCPU
 
     random = torch.Generator().manual_seed(1)
     images, gradients = (torch.randn(9, 4, 7, 7, generator=random) for _ in range(2))

@@ -12,12 +12,12 @@ import torch
 from conftest import AROUND, BY_FEATURE, STAGES, Script, rows_of, succeeded
 from torch import nn
 
-from trainkit.config.options import parse_options
-from trainkit.data import loaders as batches
-from trainkit.data.datasets import InMemoryDataset
-from trainkit.data.loaders import eval_loader, train_loader
-from trainkit.distributed.launchers import DistEnv
-from trainkit.errors import UserError
+from manygpus.config.options import parse_options
+from manygpus.data import loaders as batches
+from manygpus.data.datasets import InMemoryDataset
+from manygpus.data.loaders import eval_loader, train_loader
+from manygpus.distributed.launchers import DistEnv
+from manygpus.errors import UserError
 
 CPU = torch.device("cpu")
 

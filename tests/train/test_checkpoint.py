@@ -28,8 +28,8 @@ from conftest import (
     weights_of,
 )
 
-from trainkit.record import records
-from trainkit.training.state_file import load_parts
+from manygpus.record import records
+from manygpus.training.state_file import load_parts
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 
@@ -52,7 +52,7 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen) -> None:
 # The ranks ask each other every few steps, however fast the machine, and saving takes a moment: so there are
 # checkpoints within an epoch, a signal comes within one, and a kill within the saving.
 SLOW = """
-from trainkit.training import stop_signal
+from manygpus.training import stop_signal
 stop_signal.SECONDS_BETWEEN_MEETINGS = 0.05
 save = torch.save
 torch.save = lambda *what: (save(*what), __import__("time").sleep(0.1))
@@ -110,7 +110,7 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(
     job.mkdir()
     arguments = ("--loader", "workers", "--num-workers", 1, "--recipe", "fast")
     given = (*options(tmp_path), "--checkpoint-minutes", 1e-6, *arguments)
-    process = start_stage(slowly, *given, env={"TRAINKIT_JOB_DIR": str(job)})
+    process = start_stage(slowly, *given, env={"MANYGPUS_JOB_DIR": str(job)})
     wait_for(lambda: list((tmp_path / "checkpoints").glob("epoch-1-step-*.pt")), process)
     process.send_signal(signal.SIGUSR2)
     output, _ = process.communicate(timeout=120)
@@ -127,9 +127,9 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(
 # A clock that moves only here. On rank 0 a batch takes 2 s, a step 1 s, and a checkpoint, after every step,
 # 1,000 s. Rank 1 takes twice as long for each batch and step.
 COUNTED = """
-from trainkit.data.loaders import ResidentBatches
-from trainkit.training import clock, run, stop_signal
-from trainkit.training.checkpoint import Checkpointer
+from manygpus.data.loaders import ResidentBatches
+from manygpus.training import clock, run, stop_signal
+from manygpus.training.checkpoint import Checkpointer
 
 now = 0.0
 slowness = 1 + faults.rank()
@@ -180,7 +180,7 @@ def test_the_seconds_of_an_epoch_are_without_its_checkpoints(tmp_path: Path, scr
 
 KILLED_BEFORE_A_CHECKPOINT = """
 import os
-from trainkit.training.checkpoint import Checkpointer
+from manygpus.training.checkpoint import Checkpointer
 save = Checkpointer.save
 
 

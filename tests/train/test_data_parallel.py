@@ -13,13 +13,13 @@ from checkout import Checkout
 from conftest import places, rows_of, succeeded
 from torch import nn
 
-from trainkit.config.options import Options
-from trainkit.data.datasets import InMemoryDataset
-from trainkit.data.loaders import eval_loader
-from trainkit.distributed.launchers import DistEnv
-from trainkit.training.evaluation import evaluate
-from trainkit.training.model import Net
-from trainkit.training.optim import build_optimizer
+from manygpus.config.options import Options
+from manygpus.data.datasets import InMemoryDataset
+from manygpus.data.loaders import eval_loader
+from manygpus.distributed.launchers import DistEnv
+from manygpus.training.evaluation import evaluate
+from manygpus.training.model import Net
+from manygpus.training.optim import build_optimizer
 
 LABELS = torch.arange(12) % 10
 
@@ -122,10 +122,10 @@ def test_the_stage_trains_with_two_replicas(
 
 # As if there were so many GPUs with random numbers.
 GENERATORS = """\
-import types; from trainkit import devices as device; \
-from trainkit.distributed.launchers import DistEnv
-from trainkit.data.datasets import InMemoryDataset
-from trainkit.data.loaders import eval_loader
+import types; from manygpus import devices as device; \
+from manygpus.distributed.launchers import DistEnv
+from manygpus.data.datasets import InMemoryDataset
+from manygpus.data.loaders import eval_loader
 states = [torch.full((1,), i, dtype=torch.uint8) for i in range(int(os.environ["GPUS"]))]; \
 torch.cuda.is_initialized = lambda: True; torch.cuda.device_count = lambda: len(states); \
 torch.cuda.get_rng_state_all = lambda: states; torch.cuda.reset_peak_memory_stats = lambda gpu: None; \

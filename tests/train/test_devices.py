@@ -15,11 +15,11 @@ from checkout import Checkout
 from conftest import ENVIRONMENT, Script, rows_of, succeeded
 from forking import Forking
 
-from trainkit import devices as device
-from trainkit import tuning
-from trainkit.distributed import process_group
-from trainkit.distributed.launchers import DistEnv
-from trainkit.errors import UserError
+from manygpus import devices as device
+from manygpus import tuning
+from manygpus.distributed import process_group
+from manygpus.distributed.launchers import DistEnv
+from manygpus.errors import UserError
 
 ONE_STEP = ("--dry-run", "--batch-size", 64, "--precision", "fp32")
 OLD_DRIVER = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)."

@@ -13,7 +13,7 @@ from forking import Forking
 # Accelerate.
 ON_RANKS = """
 import sys, torch, torch.distributed as dist, torch.distributed.nn.functional
-from trainkit.training.recorder import Recorder
+from manygpus.training.recorder import Recorder
 dist.init_process_group("gloo")
 torch.manual_seed(1)
 model = torch.nn.Linear(4, 2)
@@ -76,7 +76,7 @@ def test_ranks_with_the_same_samples_are_told_and_not_recorded(script: Script, t
 def test_a_recorder_tells_ranks_that_train_alone(forking: Forking, tmp_path: Path) -> None:
     """Unless it is told that their weights differ rightly; and nothing of ranks that train together."""
     (tmp_path / "ranks.py").write_text(ON_RANKS)
-    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    env = ENVIRONMENT | {"MANYGPUS_RESULTS_DIR": str(tmp_path)}
     for ways in ([], ["wrapped", "step 0"]):
         alone = forking.run(tmp_path / "ranks.py", *ways, ranks=2, env=env)
         assert alone.returncode == 1

@@ -35,7 +35,7 @@ from conftest import (
 from monitoring import NO_RANK, notes_so_far, rows_so_far, running_monitor
 from test_slow_ranks import of_ranks
 
-from trainkit.monitor import samples
+from manygpus.monitor import samples
 
 pytestmark = [
     pytest.mark.gpu,
@@ -253,7 +253,7 @@ def test_the_monitor_sees_what_every_gpu_does(tmp_path: Path) -> None:
     """While they train for some seconds. In a container NVML may not show whose processes it sees."""
     sizes = ("--epochs", 1, "--train-size", 5_000_000 * GPUS, "--batch-size", 512 * GPUS)
     with running_monitor(tmp_path, period=0.5, **WITH_GPUS):
-        train("ddp", tmp_path, *sizes, processes=GPUS, env={"TRAINKIT_JOB_DIR": str(tmp_path)})
+        train("ddp", tmp_path, *sizes, processes=GPUS, env={"MANYGPUS_JOB_DIR": str(tmp_path)})
     rows = pd.DataFrame(rows_so_far(tmp_path, samples.GPU))
     for number, gpu in rows.groupby("number"):
         assert gpu["name"].str.len().gt(0).all()

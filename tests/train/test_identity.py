@@ -12,9 +12,9 @@ from forking import Forking
 from test_drift import ON_RANKS
 from torch import nn
 
-from trainkit.compare import comparison
-from trainkit.record import records
-from trainkit.training import identity
+from manygpus.compare import comparison
+from manygpus.record import records
+from manygpus.training import identity
 
 SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda", "--precision", "fp32")
 TOY = """
@@ -22,7 +22,7 @@ import argparse, sys, torch
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
-from trainkit.training.recorder import Recorder
+from manygpus.training.recorder import Recorder
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--how", nargs="*", default=["SGD"])
@@ -72,7 +72,7 @@ def toy(forking: Forking, tmp_path: Path) -> Callable[..., None]:
 
     def run(*arguments: object, changed: tuple[str, str] = ("", "")) -> None:
         (tmp_path / "toy.py").write_text(TOY.replace(*changed) if changed[0] else TOY)
-        env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+        env = ENVIRONMENT | {"MANYGPUS_RESULTS_DIR": str(tmp_path)}
         succeeded(forking.run(tmp_path / "toy.py", *arguments, env=env, cwd=tmp_path))
 
     return run
@@ -137,7 +137,7 @@ def test_other_arguments_are_another_row_and_another_text_is_a_doubt(toy: Callab
 # It loads its optimizer before it makes the Recorder. The two groups have learning rates of their own.
 RESUMED = """
 import sys, torch
-from trainkit.training.recorder import Recorder
+from manygpus.training.recorder import Recorder
 body, head = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
 model = torch.nn.Sequential(body, head)
 groups = [{"params": body.parameters(), "lr": 0.05}, {"params": head.parameters(), "lr": 0.01}]
@@ -157,7 +157,7 @@ torch.save({"optimizer": optimizer.state_dict(), "record": seen.state_dict()}, "
 
 def test_an_optimizer_that_is_loaded_before_the_recorder_resumes(forking: Forking, tmp_path: Path) -> None:
     (tmp_path / "toy.py").write_text(RESUMED)
-    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    env = ENVIRONMENT | {"MANYGPUS_RESULTS_DIR": str(tmp_path)}
     for word in ("first", "again"):
         succeeded(forking.run(tmp_path / "toy.py", word, env=env, cwd=tmp_path))
     (rows,) = records.read_runs((tmp_path / "runs").glob("*.csv")).values()
@@ -239,7 +239,7 @@ def test_an_option_of_a_recipe_that_the_copy_may_not_use_is_a_warning(
 
 def test_other_learning_rates_on_more_ranks_are_a_doubt(forking: Forking, tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(ON_RANKS)
-    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    env = ENVIRONMENT | {"MANYGPUS_RESULTS_DIR": str(tmp_path)}
     for ranks in (1, 2):
         succeeded(forking.run(tmp_path / "ranks.py", "wrapped", ranks=ranks, env=env))
     table = table_of(tmp_path)

@@ -19,12 +19,12 @@ from conftest import (
     weights_of,
 )
 
-from trainkit.compare import comparison
-from trainkit.config.options import parse_options
-from trainkit.data.datasets import InMemoryDataset
-from trainkit.data.loaders import hold_out
-from trainkit.errors import UserError
-from trainkit.training.optim import build_optimizer
+from manygpus.compare import comparison
+from manygpus.config.options import parse_options
+from manygpus.data.datasets import InMemoryDataset
+from manygpus.data.loaders import hold_out
+from manygpus.errors import UserError
+from manygpus.training.optim import build_optimizer
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--width", 4, "--precision", "fp32")
 STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the first
@@ -110,7 +110,7 @@ def test_all_ranks_end_together_and_patience_counts_over_a_resume(script: Script
 
 def test_a_run_that_has_ended_stays_so_until_its_limit_is_another(script: Script, tmp_path: Path) -> None:
     """Also with more epochs than it had. Of the checkpoints in a job's own folder it keeps the newest."""
-    job = {"TRAINKIT_JOB_DIR": str(tmp_path)}
+    job = {"MANYGPUS_JOB_DIR": str(tmp_path)}
     for limit, epochs, env, last_epoch, ended in (
         (1, 3, {}, 1, "accuracy 1.0 reached"),
         (1, 3, {}, 1, "accuracy 1.0 reached"),

@@ -8,11 +8,11 @@ import torch
 from checkout import Checkout
 from conftest import Script, places, rows_of, succeeded, weights_of
 
-from trainkit import devices as device
-from trainkit.compare import comparison
-from trainkit.distributed import process_group
-from trainkit.training import clock
-from trainkit.training.model import Dropout
+from manygpus import devices as device
+from manygpus.compare import comparison
+from manygpus.distributed import process_group
+from manygpus.training import clock
+from manygpus.training.model import Dropout
 
 SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--width", 4, "--precision", "fp32")
 
@@ -23,7 +23,7 @@ SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--width",
 SECONDS, MEMORY = (10, 32), (500, 700)
 PLANTED = f"""
 import itertools, types
-from trainkit.training import clock, facts
+from manygpus.training import clock, facts
 
 ticks = itertools.count(0, {SECONDS}[faults.rank()])
 clock.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
@@ -59,7 +59,7 @@ def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path, checko
     checkout.plant(
         "single",
         """
-        from trainkit.training import facts, run
+        from manygpus.training import facts, run
 
         peak, held = 900, 700
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from conftest import REPOSITORY, STAGES, Script, failed, one_error, places, rows_of, succeeded
 
-from trainkit.compare import comparison
-from trainkit.compare.report import report
-from trainkit.config.options import parse_options
-from trainkit.data.loaders import generator, train_loader
-from trainkit.distributed import process_group
-from trainkit.distributed.launchers import DistEnv
-from trainkit.record import records
-from trainkit.training.run import Run
+from manygpus.compare import comparison
+from manygpus.compare.report import report
+from manygpus.config.options import parse_options
+from manygpus.data.loaders import generator, train_loader
+from manygpus.distributed import process_group
+from manygpus.distributed.launchers import DistEnv
+from manygpus.record import records
+from manygpus.training.run import Run
 
 # What the user writes in place of the stage's lines.
 NETWORK = """
@@ -42,13 +42,13 @@ SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda")
 STORIES = """
 import os, signal, torch
 from torch import nn
-from trainkit.training.run import Run
-from trainkit import errors
-from trainkit.config.options import parse_options
-from trainkit.data.datasets import InMemoryDataset
-from trainkit.data.loaders import train_loader
-from trainkit.distributed import process_group
-from trainkit.distributed.process_group import destroy_distributed
+from manygpus.training.run import Run
+from manygpus import errors
+from manygpus.config.options import parse_options
+from manygpus.data.datasets import InMemoryDataset
+from manygpus.data.loaders import train_loader
+from manygpus.distributed import process_group
+from manygpus.distributed.process_group import destroy_distributed
 
 class Stories:
     def __len__(self):
@@ -103,13 +103,13 @@ LARGE = """
 import re, torch
 from pathlib import Path
 from torch import nn
-from trainkit.training.run import Run
-from trainkit import errors
-from trainkit.config.options import parse_options
-from trainkit.data.datasets import InMemoryDataset
-from trainkit.data.loaders import train_loader
-from trainkit.distributed import process_group
-from trainkit.distributed.process_group import destroy_distributed
+from manygpus.training.run import Run
+from manygpus import errors
+from manygpus.config.options import parse_options
+from manygpus.data.datasets import InMemoryDataset
+from manygpus.data.loaders import train_loader
+from manygpus.distributed import process_group
+from manygpus.distributed.process_group import destroy_distributed
 
 def megabytes(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
@@ -165,7 +165,7 @@ def main():"""
 def own_training(task: tuple[str, str, str]) -> str:
     loss, classes, targets = task
     changes = {
-        "from trainkit.training.model import Net\n": "from trainkit.data.datasets import InMemoryDataset\n",
+        "from manygpus.training.model import Net\n": "from manygpus.data.datasets import InMemoryDataset\n",
         "\n\n@entrypoint\ndef main() -> None:": NETWORK.replace("CLASSES", classes).replace(
             "TARGETS", targets
         ),
@@ -350,7 +350,7 @@ def test_an_optimizer_whose_state_is_split_over_the_ranks(script: Script, tmp_pa
         losses.append([row["value"] for row in records.read_metrics(path) if row["metric"] == "critic_loss"])
     assert len(losses[0]) == 2 and losses[0] == losses[1] == losses[2]
     assert list((tmp_path / "saved").glob("*.pt"))
-    sharded = "__import__('trainkit.training.sharded').training.sharded.Sharded(second, other)"
+    sharded = "__import__('manygpus.training.sharded').training.sharded.Sharded(second, other)"
     own.write_text(text.replace(whole, zero).replace("    run.resume()", f"    {sharded}\n    run.resume()"))
     told = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
     assert "error on rank 0: Sharded cannot save a ZeroRedundancyOptimizer" in told

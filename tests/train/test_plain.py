@@ -19,9 +19,9 @@ from cluster import RunningCluster
 from conftest import AROUND, BY_FEATURE, ENVIRONMENT, REPOSITORY, STOPS, TESTED, rows_of, succeeded
 from forking import Forking
 
-from trainkit.compare import comparison
-from trainkit.compare.report import verdict
-from trainkit.record import records
+from manygpus.compare import comparison
+from manygpus.compare.report import verdict
+from manygpus.record import records
 
 PLAIN = REPOSITORY / "01_singlegpu" / "plain.py"
 PLAIN_DDP = REPOSITORY / "03_multigpu_ddp" / "plain_ddp.py"
@@ -29,7 +29,7 @@ PLAIN_DDP = REPOSITORY / "03_multigpu_ddp" / "plain_ddp.py"
 UNEQUAL = """\
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-from trainkit.training.recorder import Recorder
+from manygpus.training.recorder import Recorder
 model = torch.nn.Linear(2, 1)
 one = dist.get_rank()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -41,8 +41,8 @@ seen.epoch(*sys.argv[1:])"""
 KEPT = """\
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-from trainkit.training.checkpoint import Checkpointer
-from trainkit.training.recorder import Recorder
+from manygpus.training.checkpoint import Checkpointer
+from manygpus.training.recorder import Recorder
 rank = dist.get_rank()
 
 class Part:
@@ -63,7 +63,7 @@ print("trained epoch", epoch, flush=True)
 """
 BRANCHING = """\
 import sys, torch
-from trainkit.training.recorder import Recorder
+from manygpus.training.recorder import Recorder
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 epochs = max(3, int(sys.argv[2]))
@@ -176,7 +176,7 @@ def test_the_difference_is_short_enough_to_learn() -> None:
     before, after = (path.read_text().splitlines() for path in (PLAIN, PLAIN_DDP))
     changed = [line for line in difflib.unified_diff(before, after, n=0) if re.match(r"[+-](?![+-])", line)]
     assert len(changed) <= 90
-    assert "trainkit" not in "".join(before + after)
+    assert "manygpus" not in "".join(before + after)
 
 
 # In its first start each rank waits in step 5 until a signal has come.
@@ -227,8 +227,8 @@ def test_its_own_loop_is_recorded_stops_and_resumes_and_is_compared(
     def train(job: str, results: Path, *how: object, ranks: int) -> str:
         folder = tmp_path / job
         folder.mkdir(exist_ok=True)
-        env = {"CUDA_VISIBLE_DEVICES": "", "TRAINKIT_RESULTS_DIR": str(results), "RANK": "0"}
-        env |= ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(folder)}
+        env = {"CUDA_VISIBLE_DEVICES": "", "MANYGPUS_RESULTS_DIR": str(results), "RANK": "0"}
+        env |= ENVIRONMENT | {"MANYGPUS_JOB_DIR": str(folder)}
         return succeeded(forking.run(*how, *script, ranks=ranks, env=env)).stdout
 
     train("alone", tmp_path, ranks=1)
@@ -274,7 +274,7 @@ def _add_seconds(path: Path, seconds: float) -> None:
 def kept(forking: Forking, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `KEPT` with two ranks and `word`; the second has this folder for its checkpoints."""
     (tmp_path / "mine.py").write_text(KEPT)
-    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    env = ENVIRONMENT | {"MANYGPUS_RESULTS_DIR": str(tmp_path)}
 
     def run(word: str = "", folder: str = "saved") -> subprocess.CompletedProcess[str]:
         given = (tmp_path / "mine.py", tmp_path / "saved", tmp_path / folder, word)
@@ -327,7 +327,7 @@ def test_a_recorder_resumes_with_its_own_training_only(kept: Callable) -> None:
 )
 def test_a_record_with_later_epochs_stays(epochs: int, runs: int, forking: Forking, tmp_path: Path) -> None:
     """A framework loads the state of an older folder: a branch of a training that has ended, or its rest."""
-    program, env = tmp_path / "mine.py", ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    program, env = tmp_path / "mine.py", ENVIRONMENT | {"MANYGPUS_RESULTS_DIR": str(tmp_path)}
     program.write_text(BRANCHING)
     succeeded(forking.run(program, "--epochs", epochs, env=env, cwd=tmp_path))
     (record,) = (tmp_path / "runs").glob("*.csv")
@@ -361,7 +361,7 @@ def test_a_recorder_sums_up_over_the_ranks(
 ) -> None:
     """And refuses what could not be read back, before it is written."""
     (tmp_path / "unequal.py").write_text(UNEQUAL)
-    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(tmp_path)}
+    env = ENVIRONMENT | {"MANYGPUS_RESULTS_DIR": str(tmp_path)}
     done = forking.run(tmp_path / "unequal.py", *numbers, ranks=2, env=env)
     assert done.returncode == 1 and f"UserError: epoch 2 {wrong}" in done.stderr
     (row,) = rows_of(tmp_path)

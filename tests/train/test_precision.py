@@ -9,9 +9,9 @@ from checkout import Checkout
 from conftest import REPOSITORY, one_error, places, rows_of, succeeded
 from torch import nn
 
-from trainkit.errors import UserError
-from trainkit.training.model import Net
-from trainkit.training.precision import precision_of, set_float32_precision
+from manygpus.errors import UserError
+from manygpus.training.model import Net
+from manygpus.training.precision import precision_of, set_float32_precision
 
 pytestmark = pytest.mark.filterwarnings("error")  # of PyTorch's two ways to switch TF32
 GPU = torch.device("cuda", 0)
@@ -85,7 +85,7 @@ def test_a_run_resumes_with_tf32_or_says_that_it_cannot(script: Callable, tmp_pa
     checkout.plant(
         "single",
         """
-        from trainkit.devices import Cpu
+        from manygpus.devices import Cpu
 
         def show():
             print((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))

@@ -24,8 +24,8 @@ from conftest import (
 )
 from forking import Forking
 
-from trainkit.training import sharded
-from trainkit.training.model import Net
+from manygpus.training import sharded
+from manygpus.training.model import Net
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
@@ -44,15 +44,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from trainkit.training.run import Run
-from trainkit import errors
-from trainkit.config.options import parse_options
-from trainkit.data.datasets import InMemoryDataset
-from trainkit.data.loaders import train_loader
-from trainkit.distributed import process_group
-from trainkit.distributed.launchers import DistEnv
-from trainkit.distributed.process_group import destroy_distributed
-from trainkit.training.sharded import Sharded
+from manygpus.training.run import Run
+from manygpus import errors
+from manygpus.config.options import parse_options
+from manygpus.data.datasets import InMemoryDataset
+from manygpus.data.loaders import train_loader
+from manygpus.distributed import process_group
+from manygpus.distributed.launchers import DistEnv
+from manygpus.distributed.process_group import destroy_distributed
+from manygpus.training.sharded import Sharded
 
 SPLIT, GIVEN = os.environ["SPLIT"], os.environ.get("GIVEN")
 
@@ -110,10 +110,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from trainkit.training.checkpoint import Checkpointer
-from trainkit.training.recorder import Recorder
-from trainkit.training.sharded import Sharded
-from trainkit import errors
+from manygpus.training.checkpoint import Checkpointer
+from manygpus.training.recorder import Recorder
+from manygpus.training.sharded import Sharded
+from manygpus import errors
 
 @errors.entrypoint
 def main():
@@ -311,8 +311,8 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from trainkit.training.checkpoint import Checkpointer
-from trainkit.training.sharded import Sharded
+from manygpus.training.checkpoint import Checkpointer
+from manygpus.training.sharded import Sharded
 
 def resident(which):
     return int(re.search(rf"{which}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

@@ -13,10 +13,10 @@ import torch
 from checkout import Checkout
 from conftest import Script, failed, places, rows_of, run_stage, succeeded
 
-from trainkit.compare.report import report
-from trainkit.devices import devices_in_use
-from trainkit.record import records
-from trainkit.training.compute_time import ComputeTime
+from manygpus.compare.report import report
+from manygpus.devices import devices_in_use
+from manygpus.record import records
+from manygpus.training.compute_time import ComputeTime
 
 SMALL = ("--train-size", 240, "--test-size", 100, "--batch-size", 60, "--precision", "fp32", "--epochs", 2)
 SMALL += ("--width", 4)
@@ -58,7 +58,7 @@ def test_how_long_a_rank_waits_for_its_batches(tmp_path: Path, script: Script, c
     checkout.plant(
         "single",
         """
-        from trainkit.data.loaders import ResidentBatches
+        from manygpus.data.loaders import ResidentBatches
 
         batches_of = ResidentBatches.__iter__
 
@@ -89,7 +89,7 @@ def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script, checkout: Chec
     gpus = "facts.devices_in_use = lambda device: [torch.device('cuda', index) for index in range(3)]"
     names = "facts.device_name = lambda device: 'H200'"
     memory = "facts.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
-    checkout.plant("dp", f"from trainkit.training import facts; {gpus}; {names}; {memory}")
+    checkout.plant("dp", f"from manygpus.training import facts; {gpus}; {names}; {memory}")
     done = succeeded(script(checkout.script("dp"), *SMALL, "--results-dir", tmp_path))
     assert list(of_ranks(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
     assert rows_of(tmp_path)[-1]["peak_memory_mb"] == 900
@@ -211,7 +211,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, checkout: Chec
 
 def test_writing_the_stacks_of_a_rank_at_work_does_not_crash_it(tmp_path: Path) -> None:
     program = (
-        "import json, sys, time\nfrom pathlib import Path\nfrom trainkit.distributed import debugging\n"
+        "import json, sys, time\nfrom pathlib import Path\nfrom manygpus.distributed import debugging\n"
         "debugging.begin(Path(sys.argv[1]), rank=0, ranks=1, every=0.005)\nbegan = time.monotonic()\n"
         "while time.monotonic() - began < 4: json.dumps([[{}]] * 20, indent=1)"
     )

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from conftest import STAGES, WITHOUT_DROPOUT, Script, rows_of, run_stage, succeeded, weights_of
 
-from trainkit.config.known_datasets import DEFAULT_DIR
-from trainkit.config.options import parse_options
-from trainkit.data.datasets import InMemoryDataset, load_dataset
-from trainkit.data.loaders import DistributedBatchSampler, UnpaddedEvalSampler, eval_loader, train_loader
-from trainkit.data.samplers import ResumableSampler
-from trainkit.distributed.launchers import DistEnv
-from trainkit.training.evaluation import evaluate
-from trainkit.training.model import Net
+from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.options import parse_options
+from manygpus.data.datasets import InMemoryDataset, load_dataset
+from manygpus.data.loaders import DistributedBatchSampler, UnpaddedEvalSampler, eval_loader, train_loader
+from manygpus.data.samplers import ResumableSampler
+from manygpus.distributed.launchers import DistEnv
+from manygpus.training.evaluation import evaluate
+from manygpus.training.model import Net
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 

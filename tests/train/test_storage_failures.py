@@ -97,7 +97,7 @@ def test_a_lock_that_an_earlier_start_of_the_job_has_left_does_not_refuse_it(
     tmp_path: Path, script: Script
 ) -> None:
     """As a file server keeps those of a node that failed; another training in the same start is one."""
-    job = {"TRAINKIT_JOB_DIR": str(tmp_path), "SLURM_RESTART_COUNT": "1"}
+    job = {"MANYGPUS_JOB_DIR": str(tmp_path), "SLURM_RESTART_COUNT": "1"}
     how = (*SMALL, *places(tmp_path), "--epochs", 1)
     (tmp_path / "checkpoints").mkdir()
     with (tmp_path / "checkpoints" / ".lock").open("w") as dead:
@@ -306,8 +306,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit import errors
-from trainkit.distributed import process_group
+from manygpus import errors
+from manygpus.distributed import process_group
 
 given_back = threading.Event()
 

@@ -9,7 +9,7 @@ from conftest import COMPLETE, Script, furthest, rows_of, succeeded, weights_of
 from sklearn import calibration
 from sklearn import metrics as judges
 
-from trainkit.record import records
+from manygpus.record import records
 
 SCRIPT = COMPLETE / "tabular.py"
 SMALL = ("--train-size", 900, "--test-size", 1000, "--batch-size", 30, "--epochs", 2, "--no-cuda")

@@ -11,11 +11,11 @@ import pytest
 from conftest import ENVIRONMENT, STAGES, ran, rows_of, succeeded
 from forking import free_port
 
-from trainkit.signals import STOP_SIGNALS
+from manygpus.signals import STOP_SIGNALS
 
 PAGE = STAGES["ddp"].with_name("STARTING.md")
 SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"
-TORCHRUN = (sys.executable, "-m", "trainkit.distributed.torchrun", "--standalone", "--nproc-per-node=2")
+TORCHRUN = (sys.executable, "-m", "manygpus.distributed.torchrun", "--standalone", "--nproc-per-node=2")
 
 
 def commands(beginning: str) -> str:
@@ -51,7 +51,7 @@ def test_our_torchrun_hands_signals_on_to_its_ranks(number: int, moment: str, tm
     """Sent to it alone, as where Slurm signals only what srun has started; not all its children are ranks."""
     other_child = "import subprocess; subprocess.Popen(['sleep', '20'])"
     patient = "torchrun.PATIENCE_SECONDS = 300"  # imports take their time on a busy machine
-    main = f"{other_child}; from trainkit.distributed import torchrun; {patient}; torchrun.main()"
+    main = f"{other_child}; from manygpus.distributed import torchrun; {patient}; torchrun.main()"
     launcher = [sys.executable, "-c", main, "--standalone", "--nproc-per-node=2"]
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     command = [*launcher, STAGES["ddp"], *SMALL.split(), "--epochs", 999, *folders]
@@ -117,7 +117,7 @@ def test_ctrl_c_of_our_torchrun_is_no_traceback(tmp_path: Path) -> None:
 
 def test_our_torchrun_ends_while_it_waits_for_another_machine(tmp_path: Path) -> None:
     """USR2 before the time limit, then SIGTERM; no rank is there to hear them."""
-    launcher = [sys.executable, "-m", "trainkit.distributed.torchrun", "--nnodes=2", "--rdzv-backend=c10d"]
+    launcher = [sys.executable, "-m", "manygpus.distributed.torchrun", "--nnodes=2", "--rdzv-backend=c10d"]
     endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
     process = subprocess.Popen([*launcher, endpoint, STAGES["ddp"]], env=ENVIRONMENT, stderr=subprocess.PIPE)
     time.sleep(3)
@@ -142,7 +142,7 @@ time.sleep(10 * int(os.environ["SLURM_NODEID"]))
 sys.exit(3)
 """)
     endpoint = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}")
-    command = [sys.executable, "-m", "trainkit.distributed.torchrun", "--nnodes=2", *endpoint, script]
+    command = [sys.executable, "-m", "manygpus.distributed.torchrun", "--nnodes=2", *endpoint, script]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     nodes = []
     for number, gpus in enumerate((2, 1)):
@@ -157,7 +157,7 @@ sys.exit(3)
 
 def test_a_torchrun_that_a_container_tells_nothing_starts_no_rank(tmp_path: Path) -> None:
     """It would start one on each node, whatever GPUs the job has."""
-    launcher = [sys.executable, "-m", "trainkit.distributed.torchrun", tmp_path / "none.py"]
-    done = ran(*launcher, env=ENVIRONMENT | {"TRAINKIT_STARTED_BY": "srun"})
+    launcher = [sys.executable, "-m", "manygpus.distributed.torchrun", tmp_path / "none.py"]
+    done = ran(*launcher, env=ENVIRONMENT | {"MANYGPUS_STARTED_BY": "srun"})
     assert done.returncode == 1
     assert "error: " in done.stderr and "SITE_CONTAINER" in done.stderr

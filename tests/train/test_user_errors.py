@@ -26,8 +26,8 @@ from conftest import (
 )
 from forking import Forking
 
-from trainkit.data import staging
-from trainkit.training import sharded
+from manygpus.data import staging
+from manygpus.training import sharded
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 
@@ -45,7 +45,7 @@ BAD_OPTIONS = [
     ("--batch-size 70000", ["--batch-size", "70000", "60000"]),
     ("--test-size 10001", ["--test-size 10001", "10000"]),
     ("--num-workers 2", ["--num-workers", "--loader workers"]),
-    ("--data-dir /nowhere", ["/nowhere", "python -m trainkit.data.datasets"]),
+    ("--data-dir /nowhere", ["/nowhere", "python -m manygpus.data.datasets"]),
     ("--results-dir /proc/nowhere", ["/proc/nowhere", "--results-dir"]),
 ]
 
@@ -76,7 +76,7 @@ def test_a_file_that_a_training_of_ones_own_lacks_keeps_its_traceback(
     forking: Forking, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(
-        "from trainkit.errors import entrypoint\nentrypoint(lambda: open('/nowhere/mine'))()"
+        "from manygpus.errors import entrypoint\nentrypoint(lambda: open('/nowhere/mine'))()"
     )
     done = forking.run(tmp_path / "own.py", env=ENVIRONMENT)
     assert done.returncode == 1 and "own.py" in done.stderr and "Traceback" in done.stderr
@@ -229,7 +229,7 @@ def test_an_error_of_the_samples_stays_what_it_is(loaders: int, tmp_path: Path, 
         failing,
         """
         from dataclasses import replace
-        from trainkit.data import datasets
+        from manygpus.data import datasets
 
         def fetched(image):
             raise ConnectionResetError("the store went away")

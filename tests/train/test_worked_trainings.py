@@ -7,7 +7,7 @@ import pytest
 from conftest import BEYOND, COMPLETE, STOPS, Script, one_error, places, rows_of, succeeded
 from PIL import Image
 
-from trainkit.record import records
+from manygpus.record import records
 
 # Each with its options, and the metrics that it gives to `run.log`.
 WORKED = {

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, ran
 
-from trainkit import job_folder
-from trainkit.errors import UserError
-from trainkit.job_folder import Script
-from trainkit.jobs import beginning, slurm
-from trainkit.jobs.beginning import Beginning, Plan
-from trainkit.jobs.program import Program
-from trainkit.monitor import samples
+from manygpus import job_folder
+from manygpus.errors import UserError
+from manygpus.job_folder import Script
+from manygpus.jobs import beginning, slurm
+from manygpus.jobs.beginning import Beginning, Plan
+from manygpus.jobs.program import Program
+from manygpus.monitor import samples
 
 RECORDED = Path(__file__).parent / "scontrol"
 RELEASES = ("22.05", "24.11", "26.05")

@@ -20,7 +20,7 @@ from monitoring import (
     with_nvidia_smi,
 )
 
-from trainkit.monitor import samples
+from manygpus.monitor import samples
 
 FULL_AT_BYTES = 1000
 
@@ -30,7 +30,7 @@ def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
     """Of a real training under torchrun, which is no rank itself."""
     options = ("--no-cuda", "--epochs", 100, "--loader", "workers", "--num-workers", 1)
     command = stage_command("ddp", *options, "--results-dir", tmp_path, processes=2)
-    environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)}
+    environment = ENVIRONMENT | {"MANYGPUS_JOB_DIR": str(tmp_path)}
     job = psutil.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     busy_rows: dict[str, Row] = {}
 

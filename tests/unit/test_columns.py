@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, ran, succeeded
 
-from trainkit.config import options
-from trainkit.config.options import option, parse_options
-from trainkit.errors import UserError
-from trainkit.record import records
-from trainkit.record.columns import COLUMNS
-from trainkit.record.records import RecordWriter
+from manygpus.config import options
+from manygpus.config.options import option, parse_options
+from manygpus.errors import UserError
+from manygpus.record import records
+from manygpus.record.columns import COLUMNS
+from manygpus.record.records import RecordWriter
 
 MADE_UP = """
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.record import columns
+from manygpus.record import columns
 
 columns.COLUMNS["momentum"] = columns.Column(
     columns.number(least=0),
@@ -33,8 +33,8 @@ columns.COLUMNS["momentum"] = columns.Column(
 )
 
 from test_comparison import write_run
-from trainkit.compare import comparison
-from trainkit.config.options import Options, option, parse_options
+from manygpus.compare import comparison
+from manygpus.config.options import Options, option, parse_options
 
 folder = Path(sys.argv[1])
 @dataclass(frozen=True)

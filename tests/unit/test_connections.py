@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainkit.monitor.connections import HOST, NOBODY, RANK, Meetings
+from manygpus.monitor.connections import HOST, NOBODY, RANK, Meetings
 
 # It hears others, connects to itself, or calls a port. It prints the port on which it hears, if it does, and
 # an empty line for each of its ends of a connection.

@@ -1,6 +1,6 @@
 """EarlyStopping in a loop of one's own."""
 
-from trainkit.training.early_stopping import EarlyStopping
+from manygpus.training.early_stopping import EarlyStopping
 
 LOSSES = [3.0, 2.0, 2.5, 2.2, 1.0]
 

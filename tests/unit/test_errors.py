@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from trainkit.errors import Stopped, UserError, entrypoint
-from trainkit.signals import STOP_SIGNALS
+from manygpus.errors import Stopped, UserError, entrypoint
+from manygpus.signals import STOP_SIGNALS
 
 
 @pytest.fixture(autouse=True)

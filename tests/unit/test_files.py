@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.errors import UserError
-from trainkit.files import locked
+from manygpus.errors import UserError
+from manygpus.files import locked
 
 
 def test_a_lock_of_another_user(tmp_path: Path) -> None:

@@ -7,23 +7,23 @@ from importlib import import_module
 
 import pytest
 
-from trainkit.monitor import findings
-from trainkit.monitor.findings import FINDINGS
-from trainkit.monitor.findings.finding import Finding, Grade
-from trainkit.monitor.findings.full_memory import FullGpuMemory, FullHostMemory
-from trainkit.monitor.findings.gpu_power import PowerReading
-from trainkit.monitor.findings.idle_cpus import IdleCpus
-from trainkit.monitor.findings.idle_gpus import IdleGpus
-from trainkit.monitor.findings.launch_bound_gpus import LaunchBoundGpus
-from trainkit.monitor.findings.paused_ranks import PauseCause, PausedRanks
-from trainkit.monitor.findings.ranks_never_met import RanksNeverMet
-from trainkit.monitor.findings.shared_cores import SharedCores
-from trainkit.monitor.findings.slow_communication import SlowCommunication
-from trainkit.monitor.findings.slow_rank import SlowRank
-from trainkit.monitor.findings.throttled_gpus import ThrottledGpus, ThrottlingCause
-from trainkit.monitor.findings.unused_gpus import UnusedGpus
-from trainkit.monitor.findings.waiting_for_batches import WaitingForBatches
-from trainkit.monitor.sample_tables import GpuId, RankId
+from manygpus.monitor import findings
+from manygpus.monitor.findings import FINDINGS
+from manygpus.monitor.findings.finding import Finding, Grade
+from manygpus.monitor.findings.full_memory import FullGpuMemory, FullHostMemory
+from manygpus.monitor.findings.gpu_power import PowerReading
+from manygpus.monitor.findings.idle_cpus import IdleCpus
+from manygpus.monitor.findings.idle_gpus import IdleGpus
+from manygpus.monitor.findings.launch_bound_gpus import LaunchBoundGpus
+from manygpus.monitor.findings.paused_ranks import PauseCause, PausedRanks
+from manygpus.monitor.findings.ranks_never_met import RanksNeverMet
+from manygpus.monitor.findings.shared_cores import SharedCores
+from manygpus.monitor.findings.slow_communication import SlowCommunication
+from manygpus.monitor.findings.slow_rank import SlowRank
+from manygpus.monitor.findings.throttled_gpus import ThrottledGpus, ThrottlingCause
+from manygpus.monitor.findings.unused_gpus import UnusedGpus
+from manygpus.monitor.findings.waiting_for_batches import WaitingForBatches
+from manygpus.monitor.sample_tables import GpuId, RankId
 
 # What all findings on the first rank, GPU or node have.
 RANK = {"locations": [RankId("n1", 0)], "lost_share": 0.5}

@@ -8,7 +8,7 @@ import fake_nvml
 import pytest
 from monitoring import THIS_NAMESPACE, Row, with_nvidia_smi
 
-from trainkit.monitor import gpus, samples
+from manygpus.monitor import gpus, samples
 
 # By Slurm, which shows only these.
 GIVEN = {"SLURM_JOB_ID": "1", "CUDA_VISIBLE_DEVICES": None}

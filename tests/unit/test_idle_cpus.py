@@ -4,7 +4,7 @@ import pytest
 from sampled_jobs import MakeJob, change, kinds_of, only_finding, without
 from traces import FULL
 
-from trainkit.monitor import samples
+from manygpus.monitor import samples
 
 
 def test_ranks_on_cpus_that_hardly_compute(make_job: MakeJob) -> None:

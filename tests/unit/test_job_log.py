@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ENVIRONMENT
 
-from trainkit.jobs import job_log
+from manygpus.jobs import job_log
 
 RAISES = """
 class BadData(Exception): pass

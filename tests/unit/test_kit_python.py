@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, one_error
 
-KIT_PYTHON = REPOSITORY / "trainkit" / "kit_python.py"
+KIT_PYTHON = REPOSITORY / "manygpus" / "kit_python.py"
 # Not that of an environment: it also reads ~/.local.
 BASE_PYTHON = sys._base_executable
 IMPORTS_TORCH = f"""
@@ -26,7 +26,7 @@ except ImportError:
 @pytest.fixture
 def kit(tmp_path: Path) -> Path:
     """A checkout in which no environment has been made yet."""
-    for name in ("01_singlegpu/submit.py", "slurm/sweep.py", "slurm/doctor.py", "trainkit/kit_python.py"):
+    for name in ("01_singlegpu/submit.py", "slurm/sweep.py", "slurm/doctor.py", "manygpus/kit_python.py"):
         path = tmp_path / "kit" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, path)
@@ -75,7 +75,7 @@ def test_an_old_python_is_named_wherever_it_imports_the_kit(monkeypatch: pytest.
     """By the last line of its traceback."""
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     with pytest.raises(ImportError, match=rf"3\.10 .*{sys.executable}"):
-        runpy.run_path(str(REPOSITORY / "trainkit" / "__init__.py"))
+        runpy.run_path(str(REPOSITORY / "manygpus" / "__init__.py"))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from sampled_jobs import MakeJob, change, finding_of, kinds_of, only_finding
 from traces import FROM_LOADERS, UNUSED, Gpu
 
-from trainkit.monitor.findings.finding import Grade
-from trainkit.monitor.verdict import judge
+from manygpus.monitor.findings.finding import Grade
+from manygpus.monitor.verdict import judge
 
 # A third of its power, and of its time without a kernel.
 HALF_BUSY = Gpu(power_w=175, utilisation=70)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import job_folder
-from trainkit.job_folder import Outcome, Script
-from trainkit.jobs import listing
-from trainkit.jobs.slurm import JobStatus
-from trainkit.monitor import samples
+from manygpus import job_folder
+from manygpus.job_folder import Outcome, Script
+from manygpus.jobs import listing
+from manygpus.jobs.slurm import JobStatus
+from manygpus.monitor import samples
 
 WELL = Outcome(
     restart=1,

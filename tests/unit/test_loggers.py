@@ -13,19 +13,19 @@ from conftest import BY_FEATURE, ENVIRONMENT, Script, rows_of, succeeded
 from forking import Forking
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainkit.errors import UserError
-from trainkit.record import loggers
-from trainkit.record.columns import COLUMNS
-from trainkit.record.records import RecordWriter
-from trainkit.training.recorder import Recorder
+from manygpus.errors import UserError
+from manygpus.record import loggers
+from manygpus.record.columns import COLUMNS
+from manygpus.record.records import RecordWriter
+from manygpus.training.recorder import Recorder
 
 Curves = dict[str, list[tuple[int, float]]]
 # Two starts: the first logs epochs 1 and 2, and its checkpoint is of epoch 1; the second logs 2 and 3.
 LOGGED = """\
 import sys, torch, torch.distributed as dist
-from trainkit.record.loggers import MLflowLogger, TensorBoardLogger, WandbLogger
-from trainkit.training.checkpoint import Checkpointer
-from trainkit.training.recorder import Recorder
+from manygpus.record.loggers import MLflowLogger, TensorBoardLogger, WandbLogger
+from manygpus.training.checkpoint import Checkpointer
+from manygpus.training.recorder import Recorder
 dist.init_process_group("gloo")
 model = torch.nn.Linear(2, 1)
 model.weight.data.zero_()
@@ -110,7 +110,7 @@ def logged(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logged")
     program = folder / "mine.py"
     program.write_text(LOGGED)
-    env = ENVIRONMENT | {"TRAINKIT_RESULTS_DIR": str(folder)}
+    env = ENVIRONMENT | {"MANYGPUS_RESULTS_DIR": str(folder)}
     for _ in range(2):
         done = succeeded(forking.run(program, ranks=2, env=env, cwd=folder))
         assert "warning" not in done.stderr, done.stderr

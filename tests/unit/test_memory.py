@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import ENVIRONMENT
 
-from trainkit.monitor import memory
-from trainkit.monitor.processes import Process
+from manygpus.monitor import memory
+from manygpus.monitor.processes import Process
 
 FILE_BYTES = 400_000_000
 # Others may write such files meanwhile.
@@ -36,7 +36,7 @@ def test_files_in_memory_count_unless_a_process_has_them_in_its_memory() -> None
 WRITES_TO = """
 import sys
 from pathlib import Path
-from trainkit.monitor import memory
+from manygpus.monitor import memory
 job = memory.JobMemory()
 Path(sys.argv[1], "file").write_bytes(bytes(int(sys.argv[2])))
 print(job.bytes_of_no_process([]))

@@ -8,8 +8,8 @@ import torch
 from conftest import REPOSITORY, succeeded, weights_of
 from torch import nn
 
-from trainkit.data.datasets import load_dataset
-from trainkit.training.model import Net
+from manygpus.data.datasets import load_dataset
+from manygpus.training.model import Net
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
 

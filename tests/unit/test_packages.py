@@ -1,4 +1,4 @@
-"""The packages of trainkit, and what they may import (trainkit/README.md)."""
+"""The packages of manygpus, and what they may import (manygpus/README.md)."""
 
 import ast
 import sys
@@ -46,7 +46,7 @@ COMMANDS = {path.stem for path in SCRIPTS}
 
 
 def imports(path: Path, at_the_top: bool = False) -> set[str]:
-    """The modules that a file imports, `from trainkit import jobs` as trainkit.jobs."""
+    """The modules that a file imports, `from manygpus import jobs` as manygpus.jobs."""
     tree = ast.parse(path.read_text())
     found = set()
     for node in tree.body if at_the_top else ast.walk(tree):
@@ -58,13 +58,13 @@ def imports(path: Path, at_the_top: bool = False) -> set[str]:
 
 
 def package_of(path: Path) -> str:
-    """The package of a module, of which it may lie in a subfolder; for one at the top, trainkit itself."""
+    """The package of a module, of which it may lie in a subfolder; for one at the top, manygpus itself."""
     return path.relative_to(REPOSITORY).parent.parts[:2][-1]
 
 
-PACKAGES = [path for path in lessons.files("trainkit/*.py") if package_of(path) != "trainkit"]
-CORE = [path for path in lessons.files("trainkit/*.py") if package_of(path) not in (*OPTIONAL, "commands")]
-AT_THE_TOP = {path.stem for path in (REPOSITORY / "trainkit").glob("*.py")}
+PACKAGES = [path for path in lessons.files("manygpus/*.py") if package_of(path) != "manygpus"]
+CORE = [path for path in lessons.files("manygpus/*.py") if package_of(path) not in (*OPTIONAL, "commands")]
+AT_THE_TOP = {path.stem for path in (REPOSITORY / "manygpus").glob("*.py")}
 
 
 def test_every_package_is_there() -> None:
@@ -74,7 +74,7 @@ def test_every_package_is_there() -> None:
 @pytest.mark.parametrize("path", PACKAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_a_package_imports_what_it_may(path: Path) -> None:
     package = package_of(path)
-    ours = {name.removeprefix("trainkit.") for name in imports(path) if name.startswith("trainkit.")}
+    ours = {name.removeprefix("manygpus.") for name in imports(path) if name.startswith("manygpus.")}
     others = {name for name in ours if name.split(".")[0] not in {package, *AT_THE_TOP}} - set(MAY_IMPORT)
     assert not {name for name in others if not name.startswith(MAY_IMPORT[package])}
 
@@ -82,10 +82,10 @@ def test_a_package_imports_what_it_may(path: Path) -> None:
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_the_core_does_without_the_optional_packages(path: Path) -> None:
     """All that they know of each other is a folder of CSVs (record/records.py, monitor/samples.py)."""
-    optional = tuple(f"trainkit.{name}" for name in OPTIONAL)
+    optional = tuple(f"manygpus.{name}" for name in OPTIONAL)
     imported = {name for name in imports(path) if name.startswith(optional)}
     if package_of(path) == "jobs":
-        imported -= {"trainkit.monitor", "trainkit.monitor.samples"}
+        imported -= {"manygpus.monitor", "manygpus.monitor.samples"}
     assert not imported
 
 
@@ -94,7 +94,7 @@ def test_a_package_that_reads_csvs_needs_no_training_and_no_jobs(package: str) -
     """It can be imported where the packages that it must not need are not there."""
     paths = [path for path in PACKAGES if package_of(path) == package and path.stem != "__init__"]
     modules = ", ".join(".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in paths)
-    absent = {f"trainkit.{name}": None for name in DOES_WITHOUT[package]}
+    absent = {f"manygpus.{name}": None for name in DOES_WITHOUT[package]}
     program = f"import sys; sys.modules |= {absent!r}; import {modules}"
     succeeded(ran(sys.executable, "-c", program, cwd=REPOSITORY))
 
@@ -102,8 +102,8 @@ def test_a_package_that_reads_csvs_needs_no_training_and_no_jobs(package: str) -
 def test_the_login_node_stays_light() -> None:
     """Nothing heavy on the way to a submission, down to the modules that those modules import."""
     program = (
-        "import sys; from trainkit.commands import compare, monitor, sweep\n"
-        "from trainkit.jobs import submission; print('submitit' in sys.modules)\n"
+        "import sys; from manygpus.commands import compare, monitor, sweep\n"
+        "from manygpus.jobs import submission; print('submitit' in sys.modules)\n"
         "submission.submitter(submission.STAGES['ddp'])\n"
         f"print(sorted({HEAVY!r} & sys.modules.keys()))"
     )
@@ -113,7 +113,7 @@ def test_the_login_node_stays_light() -> None:
 
 def test_the_doctor_needs_no_packages() -> None:
     """In a Python without site-packages, as a login node has."""
-    modules = ", ".join(f"trainkit.{name}" for name in BARE)
+    modules = ", ".join(f"manygpus.{name}" for name in BARE)
     program = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); import {modules}"
     succeeded(ran(sys.executable, "-I", "-S", "-c", program))
 
@@ -125,7 +125,7 @@ def test_nothing_imports_from_a_command(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*SCRIPTS, *lessons.files("trainkit/commands/*.py")],
+    [*SCRIPTS, *lessons.files("manygpus/commands/*.py")],
     ids=lambda path: str(path.relative_to(REPOSITORY)),
 )
 def test_a_command_patches_nothing(path: Path) -> None:
@@ -140,10 +140,10 @@ def test_every_entry_point_is_there() -> None:
 
 def test_an_entry_point_is_a_command(tmp_path: Path) -> None:
     """In a script as pip writes it, from another folder."""
-    entry_point = load_file(REPOSITORY / "pyproject.toml")["project"]["scripts"]["trainkit-monitor"]
+    entry_point = load_file(REPOSITORY / "pyproject.toml")["project"]["scripts"]["manygpus-monitor"]
     module, function = entry_point.split(":")
-    script = tmp_path / "trainkit-monitor"
+    script = tmp_path / "manygpus-monitor"
     script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
     command = partial(ran, sys.executable, script, cwd=tmp_path, env=ENVIRONMENT)
-    assert "usage: trainkit-monitor " in succeeded(command("--help")).stdout
+    assert "usage: manygpus-monitor " in succeeded(command("--help")).stdout
     assert "--verdict" in one_error(command())

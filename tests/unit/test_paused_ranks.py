@@ -8,11 +8,11 @@ import traces
 from sampled_jobs import MakeJob, Row, change, finding_of, without
 from traces import FULL, Gpu
 
-from trainkit.monitor import samples
-from trainkit.monitor.findings import paused_ranks
-from trainkit.monitor.findings.paused_ranks import PauseCause
-from trainkit.monitor.sample_tables import RankId
-from trainkit.monitor.verdict import judge
+from manygpus.monitor import samples
+from manygpus.monitor.findings import paused_ranks
+from manygpus.monitor.findings.paused_ranks import PauseCause
+from manygpus.monitor.sample_tables import RankId
+from manygpus.monitor.verdict import judge
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from conftest import ENVIRONMENT
 from fake_machine import FakeMachine
 from monitoring import Row, rows_so_far, running_monitor, wait_until
 
-from trainkit.monitor import processes, samples
-from trainkit.monitor.processes import Processes
+from manygpus.monitor import processes, samples
+from manygpus.monitor.processes import Processes
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_process_belongs_to_the_rank_of_its_environment(
 
 
 @pytest.mark.parametrize(
-    "command", ["-m trainkit.distributed.torchrun", "-m torch.distributed.run", "bin/torchrun"]
+    "command", ["-m manygpus.distributed.torchrun", "-m torch.distributed.run", "bin/torchrun"]
 )
 def test_torchrun_is_no_rank_before_it_has_started_some(machine: FakeMachine, command: str) -> None:
     """That of the second node would count as rank 1, beside the one of the first node."""
@@ -151,7 +151,7 @@ if __name__ == "__main__":
 def test_what_a_real_script_starts_itself(script: str, seen: tuple[int, int], tmp_path: Path) -> None:
     """Ranks compute, and are no loader workers of the process that waits for them; nor are their own."""
     (tmp_path / "script.py").write_text(script)
-    environment = ENVIRONMENT | {"TRAINKIT_JOB_DIR": str(tmp_path)}
+    environment = ENVIRONMENT | {"MANYGPUS_JOB_DIR": str(tmp_path)}
     job = psutil.Popen([sys.executable, tmp_path / "script.py"], env=environment)
 
     def others_and_loaders() -> set[tuple[int, int]]:
@@ -305,10 +305,10 @@ def test_memory_of_a_job_in_a_cgroup(
 def test_the_largest_checkpoint(machine: FakeMachine) -> None:
     """A file, or the folder of all ranks of a sharded one."""
     job = machine.folder / "job"
-    machine.process(7, environment=f"TRAINKIT_JOB_DIR={job}")
+    machine.process(7, environment=f"MANYGPUS_JOB_DIR={job}")
 
     def sampled_mb() -> float:
-        node, _ = Processes({"TRAINKIT_JOB_DIR": str(job)}).sample()
+        node, _ = Processes({"MANYGPUS_JOB_DIR": str(job)}).sample()
         return node["checkpoint_mb"]
 
     assert sampled_mb() == 0

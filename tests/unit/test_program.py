@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.jobs import program
+from manygpus.jobs import program
 
 SAVED = ("model-9.pt", "model-10.pt", "best.pt")  # the newest last
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.ranges import format_ranges, parse_ranges
+from manygpus.ranges import format_ranges, parse_ranges
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from sampled_jobs import MakeJob, change, first_seconds, kinds_of, with_cells
 from traces import FULL, UNUSED
 
-from trainkit.monitor import samples
+from manygpus.monitor import samples
 
 
 @pytest.mark.parametrize(

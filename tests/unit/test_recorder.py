@@ -12,12 +12,12 @@ import pandas as pd
 import pytest
 import torch
 
-from trainkit.compare import comparison
-from trainkit.data.datasets import InMemoryDataset
-from trainkit.errors import UserError
-from trainkit.record import records
-from trainkit.training import state_file
-from trainkit.training.recorder import Recorder
+from manygpus.compare import comparison
+from manygpus.data.datasets import InMemoryDataset
+from manygpus.errors import UserError
+from manygpus.record import records
+from manygpus.training import state_file
+from manygpus.training.recorder import Recorder
 
 
 def recorder(folder: Path, **options: object) -> tuple[Recorder, dict[str, object]]:

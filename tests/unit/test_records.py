@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 from conftest import REPOSITORY, Script, ran, succeeded
 
-from trainkit.compare import comparison
-from trainkit.compare.report import report
-from trainkit.errors import UserError
-from trainkit.record import records
-from trainkit.record.columns import COLUMNS, RANK_COLUMNS, Column, Role, number
+from manygpus.compare import comparison
+from manygpus.compare.report import report
+from manygpus.errors import UserError
+from manygpus.record import records
+from manygpus.record.columns import COLUMNS, RANK_COLUMNS, Column, Role, number
 
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
 GOOD = "ddp-20261121-041110-f2fc72"  # of these runs, the one of two workers

@@ -4,10 +4,10 @@ import pytest
 from sampled_jobs import MakeJob, Row, change, has_asked, with_cells
 from traces import FROM_LOADERS, STARVED, Gpu
 
-from trainkit.monitor import samples
-from trainkit.monitor.resource_use import CORES, MEMORY, measure_resource_use
-from trainkit.monitor.sampled_job import SampledJob
-from trainkit.monitor.verdict import judge
+from manygpus.monitor import samples
+from manygpus.monitor.resource_use import CORES, MEMORY, measure_resource_use
+from manygpus.monitor.sampled_job import SampledJob
+from manygpus.monitor.verdict import judge
 
 LOADING = Gpu(loaders=2, loader_cores=1.98)
 

@@ -7,12 +7,12 @@ import traces
 from sampled_jobs import MakeJob, Row, change, only_finding
 from traces import FROM_LOADERS, FULL, STARVED, UNUSED, Gpu
 
-from trainkit.errors import UserError
-from trainkit.monitor import sample_tables, samples
-from trainkit.monitor.sample_tables import GpuId, RankId
-from trainkit.monitor.sampled_job import SampledJob
-from trainkit.monitor.verdict import Verdict, judge
-from trainkit.record import records
+from manygpus.errors import UserError
+from manygpus.monitor import sample_tables, samples
+from manygpus.monitor.sample_tables import GpuId, RankId
+from manygpus.monitor.sampled_job import SampledJob
+from manygpus.monitor.verdict import Verdict, judge
+from manygpus.record import records
 
 
 def test_a_damaged_file_of_a_node_takes_nothing_from_the_others(

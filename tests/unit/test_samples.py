@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.monitor import samples
+from manygpus.monitor import samples
 
 
 def test_a_disk_may_be_full_only_when_it_is_written_through(

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.errors import UserError
-from trainkit.jobs.sbatch_options import sbatch_options
-from trainkit.jobs.site import OPTION_TEMPLATES, Site
-from trainkit.jobs.stages import STAGES, resources
+from manygpus.errors import UserError
+from manygpus.jobs.sbatch_options import sbatch_options
+from manygpus.jobs.site import OPTION_TEMPLATES, Site
+from manygpus.jobs.stages import STAGES, resources
 
 ONE = resources(STAGES["single"], 1)
 ALL_OF_A_NODE = resources(STAGES["dp"], 2)

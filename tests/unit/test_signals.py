@@ -4,7 +4,7 @@ import multiprocessing
 import signal
 import time
 
-from trainkit.signals import STOP_SIGNALS, hear_stop
+from manygpus.signals import STOP_SIGNALS, hear_stop
 
 
 def test_a_process_that_a_training_has_forked_can_be_ended() -> None:

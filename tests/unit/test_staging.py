@@ -27,10 +27,10 @@ import torch
 from conftest import REPOSITORY, succeeded
 from forking import Forking
 
-from trainkit.config.known_datasets import DATASETS
-from trainkit.data import staging
-from trainkit.data.datasets import load_dataset
-from trainkit.errors import UserError
+from manygpus.config.known_datasets import DATASETS
+from manygpus.data import staging
+from manygpus.data.datasets import load_dataset
+from manygpus.errors import UserError
 
 Run = Callable[..., subprocess.CompletedProcess]
 CLOSED = "http://127.0.0.1:9"  # nothing listens there: connecting fails at once
@@ -78,7 +78,7 @@ def run(forking: Forking) -> Run:
 
     def run(data_dir: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
         return forking.run(
-            "-m", "trainkit.data.datasets", "--data-dir", data_dir, env=environment or dict(os.environ)
+            "-m", "manygpus.data.datasets", "--data-dir", data_dir, env=environment or dict(os.environ)
         )
 
     return run
@@ -86,12 +86,12 @@ def run(forking: Forking) -> Run:
 
 @pytest.fixture
 def start() -> Iterator:
-    """Starts `python -m trainkit.data.datasets`; what still runs at the end is killed, children too."""
+    """Starts `python -m manygpus.data.datasets`; what still runs at the end is killed, children too."""
     started = []
 
     def start(data_dir: Path, environment: dict[str, str]) -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainkit.data.datasets", "--data-dir", str(data_dir)],
+            [sys.executable, "-m", "manygpus.data.datasets", "--data-dir", str(data_dir)],
             cwd=REPOSITORY,
             env=environment,
             stdout=subprocess.PIPE,
@@ -245,7 +245,7 @@ def test_load_without_mnist_gives_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "my data"
     with pytest.raises(UserError) as caught:
         load_dataset("mnist", folder)
-    assert f"python -m trainkit.data.datasets --data-dir '{folder}'" in str(caught.value)
+    assert f"python -m manygpus.data.datasets --data-dir '{folder}'" in str(caught.value)
     assert not folder.exists()
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trainkit import job_folder
-from trainkit.job_folder import Outcome
-from trainkit.jobs import sweep_table
+from manygpus import job_folder
+from manygpus.job_folder import Outcome
+from manygpus.jobs import sweep_table
 
 WELL = Outcome(
     restart=0, exit_code=0, why=[], failed_rank=None, saved=None, requeued=False, seconds=9, said=[]

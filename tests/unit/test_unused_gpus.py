@@ -3,7 +3,7 @@
 from sampled_jobs import MakeJob, only_finding
 from traces import FULL, UNUSED
 
-from trainkit.monitor.sample_tables import GpuId
+from manygpus.monitor.sample_tables import GpuId
 
 
 def test_a_gpu_is_unused_without_a_rank(make_job: MakeJob) -> None:

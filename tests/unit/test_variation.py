@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.jobs import variation
+from manygpus.jobs import variation
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import traces
 from sampled_jobs import MakeJob, change, has_asked, kinds_of, only_finding, without
 from traces import FROM_LOADERS, FULL, H100, STARVED, TRACES, UNUSED, Gpu, Throttling, folder_of
 
-from trainkit.monitor import samples
-from trainkit.monitor.findings.finding import Grade
-from trainkit.monitor.resource_use import MEMORY
-from trainkit.monitor.sample_tables import RankId
-from trainkit.monitor.verdict import NothingSeen, StartedByScripts, TooShort, judge
+from manygpus.monitor import samples
+from manygpus.monitor.findings.finding import Grade
+from manygpus.monitor.resource_use import MEMORY
+from manygpus.monitor.sample_tables import RankId
+from manygpus.monitor.verdict import NothingSeen, StartedByScripts, TooShort, judge
 
 # The kind and the grade of what is worst, of all traces, and of jobs on one H100; None: no waste.
 WORST: dict[str, tuple[str, Grade] | None] = {

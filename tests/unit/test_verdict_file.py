@@ -8,10 +8,10 @@ import traces
 from sampled_jobs import MakeJob
 from traces import FROM_LOADERS, FULL, STARVED, SYNTHETIC, UNUSED, folder_of
 
-from trainkit import job_folder
-from trainkit.monitor import samples, verdict_file, wording
-from trainkit.monitor.verdict import judge
-from trainkit.record import records
+from manygpus import job_folder
+from manygpus.monitor import samples, verdict_file, wording
+from manygpus.monitor.verdict import judge
+from manygpus.record import records
 
 
 def test_the_verdict_is_kept_as_json(make_job: MakeJob) -> None:

@@ -7,8 +7,8 @@ import pytest
 from sampled_jobs import MakeJob, change, finding_of, kinds_of, without
 from traces import FROM_LOADERS, FULL, STARVED, Gpu
 
-from trainkit.monitor import samples
-from trainkit.monitor.findings import paused_ranks
+from manygpus.monitor import samples
+from manygpus.monitor.findings import paused_ranks
 
 
 def test_a_resident_loader_works_itself(make_job: MakeJob) -> None:

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from trainkit.monitor import wording
-from trainkit.monitor.findings.finding import Grade
-from trainkit.monitor.findings.full_memory import FullGpuMemory
-from trainkit.monitor.findings.unused_gpus import UnusedGpus
-from trainkit.monitor.resource_use import CORES, MEMORY, ResourceUse
-from trainkit.monitor.sample_tables import GpuId, RankId
-from trainkit.monitor.verdict import Devices, LastRanks, NothingSeen, StartedByScripts, TooShort, Verdict
+from manygpus.monitor import wording
+from manygpus.monitor.findings.finding import Grade
+from manygpus.monitor.findings.full_memory import FullGpuMemory
+from manygpus.monitor.findings.unused_gpus import UnusedGpus
+from manygpus.monitor.resource_use import CORES, MEMORY, ResourceUse
+from manygpus.monitor.sample_tables import GpuId, RankId
+from manygpus.monitor.verdict import Devices, LastRanks, NothingSeen, StartedByScripts, TooShort, Verdict
 
 FULL_MEMORY = FullGpuMemory(locations=[GpuId("n1", 0)], lost_share=0.0, grade=Grade.DANGER, used_share=0.98)
 UNUSED = UnusedGpus(locations=[GpuId("n1", 1)], lost_share=0.5, gpus=1, used_gpus=1)

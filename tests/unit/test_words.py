@@ -2,9 +2,9 @@
 
 import pytest
 
-from trainkit.monitor.findings.finding import Location
-from trainkit.monitor.findings.words import name_locations
-from trainkit.monitor.sample_tables import GpuId, RankId
+from manygpus.monitor.findings.finding import Location
+from manygpus.monitor.findings.words import name_locations
+from manygpus.monitor.sample_tables import GpuId, RankId
 
 
 @pytest.mark.parametrize(

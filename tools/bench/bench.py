@@ -20,16 +20,16 @@ import pandas as pd
 import torch
 from ladder import RUNGS
 
-from trainkit import errors
-from trainkit.compare.page import markdown
-from trainkit.config.command_line import Parser, at_least
-from trainkit.config.known_datasets import DEFAULT_DIR
-from trainkit.data import staging
-from trainkit.devices import accelerator_of, device_name
-from trainkit.files import check_writable
-from trainkit.jobs.stages import STAGES
-from trainkit.record import records
-from trainkit.training.facts import git_commit
+from manygpus import errors
+from manygpus.compare.page import markdown
+from manygpus.config.command_line import Parser, at_least
+from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.data import staging
+from manygpus.devices import accelerator_of, device_name
+from manygpus.files import check_writable
+from manygpus.jobs.stages import STAGES
+from manygpus.record import records
+from manygpus.training.facts import git_commit
 
 HERE = Path(__file__).resolve().parent
 SPEEDS = {"images_per_s": "training", "eval_images_per_s": "evaluation"}

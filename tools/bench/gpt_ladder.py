@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from trainkit import files
-from trainkit.config.command_line import Parser, one_of
-from trainkit.errors import entrypoint
-from trainkit.record import records
+from manygpus import files
+from manygpus.config.command_line import Parser, one_of
+from manygpus.errors import entrypoint
+from manygpus.record import records
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "complete"
 EPOCHS = 3  # the first warms up, and is not counted

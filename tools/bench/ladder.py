@@ -14,11 +14,11 @@ from classic_mnist import BATCH
 from classic_mnist import Net as ClassicNet
 from torch import nn
 
-from trainkit.config.known_datasets import DEFAULT_DIR
-from trainkit.data.datasets import load_dataset
-from trainkit.data.loaders import Batch, DistributedBatchSampler, ResidentBatches
-from trainkit.training.model import Dropout
-from trainkit.tuning import keep_freed_memory
+from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.data.datasets import load_dataset
+from manygpus.data.loaders import Batch, DistributedBatchSampler, ResidentBatches
+from manygpus.training.model import Dropout
+from manygpus.tuning import keep_freed_memory
 
 RUNGS = (
     "classic script",
@@ -33,7 +33,7 @@ RUNGS = (
 
 
 class LadderNet(ClassicNet):
-    """The classic network with the techniques of trainkit.training.model switched on one by one."""
+    """The classic network with the techniques of manygpus.training.model switched on one by one."""
 
     def __init__(self, have: set[str]) -> None:
         super().__init__()

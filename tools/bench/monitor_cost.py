@@ -13,18 +13,18 @@ import numpy as np
 import pandas as pd
 import psutil
 
-from trainkit import errors
-from trainkit.compare import page
-from trainkit.config.command_line import Parser
-from trainkit.config.known_datasets import DEFAULT_DIR
-from trainkit.data import staging
-from trainkit.files import check_writable
-from trainkit.jobs import submission
-from trainkit.jobs.following import LocalHandle
-from trainkit.jobs.request import Request
-from trainkit.jobs.site import OPTION_TEMPLATES, Site
-from trainkit.jobs.stages import STAGES, resources
-from trainkit.record import records
+from manygpus import errors
+from manygpus.compare import page
+from manygpus.config.command_line import Parser
+from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.data import staging
+from manygpus.files import check_writable
+from manygpus.jobs import submission
+from manygpus.jobs.following import LocalHandle
+from manygpus.jobs.request import Request
+from manygpus.jobs.site import OPTION_TEMPLATES, Site
+from manygpus.jobs.stages import STAGES, resources
+from manygpus.record import records
 
 HERE = Path(__file__).resolve().parent
 TRAINING = ("--epochs=4", "--train-size=12800", "--batch-size=256", "--no-cuda", "--precision=fp32")

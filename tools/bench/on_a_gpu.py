@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
-from trainkit.record import records
+from manygpus.record import records
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SINGLE = "01_singlegpu/mnist_singlegpu.py"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from trainkit.advice.advice import (
+from manygpus.advice.advice import (
     AS_GOOD,
     BYTES_OF_A_GRADIENT,
     INTERVAL,
@@ -27,13 +27,13 @@ from trainkit.advice.advice import (
     interval,
     read_all_reduces,
 )
-from trainkit.advice.run_set import RunSet, sets
-from trainkit.advice.scaling import Measured, Shape, fit
-from trainkit.compare import comparison
-from trainkit.compare.page import markdown
-from trainkit.config.command_line import Parser, at_least
-from trainkit.errors import entrypoint
-from trainkit.files import check_writable
+from manygpus.advice.run_set import RunSet, sets
+from manygpus.advice.scaling import Measured, Shape, fit
+from manygpus.compare import comparison
+from manygpus.compare.page import markdown
+from manygpus.config.command_line import Parser, at_least
+from manygpus.errors import entrypoint
+from manygpus.files import check_writable
 
 BENCH = Path(__file__).resolve().parent
 SAMPLES = BENCH.parents[1] / "results" / "sample" / "cpu-xeon-2-cores"

@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 from predictions import as_texts
 
-from trainkit.advice.advice import (
+from manygpus.advice.advice import (
     AS_GOOD,
     BYTES_OF_A_GRADIENT,
     INTERVAL,
@@ -34,12 +34,12 @@ from trainkit.advice.advice import (
     choose,
     predict_option,
 )
-from trainkit.advice.run_set import RunSet
-from trainkit.advice.scaling import Scaling, Shape, fit
-from trainkit.compare.page import markdown
-from trainkit.config.command_line import Parser
-from trainkit.errors import UserError, entrypoint
-from trainkit.files import check_writable
+from manygpus.advice.run_set import RunSet
+from manygpus.advice.scaling import Scaling, Shape, fit
+from manygpus.compare.page import markdown
+from manygpus.config.command_line import Parser
+from manygpus.errors import UserError, entrypoint
+from manygpus.files import check_writable
 
 BENCH = Path(__file__).resolve().parent
 SERIES = json.loads((BENCH / "published.json").read_text())

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import matplotlib
 from matplotlib.figure import Figure
 
+from manygpus.compare import comparison, figures
 from pictures.svg import COLOURS
-from trainkit.compare import comparison, figures
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUNS = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.config.command_line import time_limit
-from trainkit.jobs import slurm
-from trainkit.workshop.work import Workspace, Wrong, ask_slurm, requested
+from manygpus.config.command_line import time_limit
+from manygpus.jobs import slurm
+from manygpus.workshop.work import Workspace, Wrong, ask_slurm, requested
 
 JOB = "job.sh"
 SCRIPT = "train.py"

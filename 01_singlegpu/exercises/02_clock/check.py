@@ -1,6 +1,6 @@
 """Gives the learner's clock a device whose time is computed, so that the true answer is known."""
 
-from trainkit.workshop.work import Workspace, Wrong, is_close
+from manygpus.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you repair clock.py: is the number that it prints too high or too low?
@@ -134,5 +134,5 @@ def check(workspace: Workspace) -> str:
     return (
         "The starter's number was far too high, because it timed how fast the queue was filled. The warm-up "
         "alone would have made it too low. For every images/s in this tutorial, the clock waits for the "
-        "device, and the first epoch is left out: see trainkit/training/clock.py."
+        "device, and the first epoch is left out: see manygpus/training/clock.py."
     )

@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.record import records
-from trainkit.workshop.work import Answers, Workspace, Wrong, check_alike, is_close
+from manygpus.record import records
+from manygpus.workshop.work import Answers, Workspace, Wrong, check_alike, is_close
 
 ANSWERS = """\
 # Before you run: how many seconds out of 100 does the training wait for images?
@@ -177,7 +177,7 @@ def _check_images(workspace: Workspace, loader: str) -> None:
     """Check that the network gets the same images as from the starter, by the loader of the cured run."""
     import torch
 
-    from trainkit.data.datasets import InMemoryDataset, normalize, normalize_one
+    from manygpus.data.datasets import InMemoryDataset, normalize, normalize_one
 
     random = torch.Generator().manual_seed(1)
     brightness = torch.tensor([40, 80, 120, 250]).view(4, 1, 1, 1)

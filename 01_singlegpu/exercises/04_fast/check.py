@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from hashlib import sha256
 
-from trainkit.workshop.work import Workspace, Wrong
+from manygpus.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # Before you start the script: in one step of train_epoch, including `forward`, in how many places does the

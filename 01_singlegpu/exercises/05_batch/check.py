@@ -1,6 +1,6 @@
 """Compares the learner's answers with the learner's runs at three batch sizes."""
 
-from trainkit.workshop.work import Workspace, Wrong, check_alike
+from manygpus.workshop.work import Workspace, Wrong, check_alike
 
 RECORDED = {
     "results/sample/cpu-xeon-2-cores/width/runs.csv": [

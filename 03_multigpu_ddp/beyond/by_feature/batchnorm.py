@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainkit.config.options import Options, option, parse_options
-from trainkit.data.datasets import load_dataset
-from trainkit.data.loaders import augmentation, eval_loader, train_loader
-from trainkit.distributed.process_group import destroy_distributed, init_distributed
-from trainkit.errors import entrypoint
-from trainkit.training.evaluation import evaluate
-from trainkit.training.model import Net
-from trainkit.training.optim import build_optimizer
-from trainkit.training.precision import set_float32_precision
-from trainkit.training.run import Run
-from trainkit.training.sync_on_cpu import SyncOnCPU
-from trainkit.tuning import tune_process
+from manygpus.config.options import Options, option, parse_options
+from manygpus.data.datasets import load_dataset
+from manygpus.data.loaders import augmentation, eval_loader, train_loader
+from manygpus.distributed.process_group import destroy_distributed, init_distributed
+from manygpus.errors import entrypoint
+from manygpus.training.evaluation import evaluate
+from manygpus.training.model import Net
+from manygpus.training.optim import build_optimizer
+from manygpus.training.precision import set_float32_precision
+from manygpus.training.run import Run
+from manygpus.training.sync_on_cpu import SyncOnCPU
+from manygpus.tuning import tune_process
 
 
 class NormedNet(Net):

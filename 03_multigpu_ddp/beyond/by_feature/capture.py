@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.devices import accelerator_of, keeping_random_numbers
-from trainkit.errors import UserError, first_line
+from manygpus.devices import accelerator_of, keeping_random_numbers
+from manygpus.errors import UserError, first_line
 
 
 def check(model: nn.Module) -> None:

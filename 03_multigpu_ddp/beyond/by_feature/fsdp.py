@@ -12,22 +12,22 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainkit import errors
-from trainkit.config.options import Options, option, parse_options
-from trainkit.data.datasets import load_dataset
-from trainkit.data.loaders import augmentation, eval_loader, train_loader
-from trainkit.distributed import process_group
-from trainkit.distributed.launchers import DistEnv
-from trainkit.distributed.process_group import destroy_distributed, init_distributed
-from trainkit.errors import UserError, entrypoint
-from trainkit.training.evaluation import evaluate
-from trainkit.training.kept_memory import kept_bytes
-from trainkit.training.model import Net
-from trainkit.training.optim import build_optimizer
-from trainkit.training.precision import set_float32_precision
-from trainkit.training.run import Run
-from trainkit.training.sharded import Sharded, check_pytorch
-from trainkit.tuning import tune_process
+from manygpus import errors
+from manygpus.config.options import Options, option, parse_options
+from manygpus.data.datasets import load_dataset
+from manygpus.data.loaders import augmentation, eval_loader, train_loader
+from manygpus.distributed import process_group
+from manygpus.distributed.launchers import DistEnv
+from manygpus.distributed.process_group import destroy_distributed, init_distributed
+from manygpus.errors import UserError, entrypoint
+from manygpus.training.evaluation import evaluate
+from manygpus.training.kept_memory import kept_bytes
+from manygpus.training.model import Net
+from manygpus.training.optim import build_optimizer
+from manygpus.training.precision import set_float32_precision
+from manygpus.training.run import Run
+from manygpus.training.sharded import Sharded, check_pytorch
+from manygpus.tuning import tune_process
 
 
 @dataclass(frozen=True)

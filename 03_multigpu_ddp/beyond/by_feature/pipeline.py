@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from trainkit.config.command_line import at_least, check_divides
-from trainkit.config.options import Options, float32_precision, option, parse_options
-from trainkit.data.datasets import load_dataset
-from trainkit.data.loaders import augmentation, eval_loader, train_loader
-from trainkit.distributed.launchers import DistEnv
-from trainkit.distributed.process_group import destroy_distributed, init_distributed
-from trainkit.errors import UserError, entrypoint
-from trainkit.training.evaluation import evaluate
-from trainkit.training.optim import build_optimizer
-from trainkit.training.precision import set_float32_precision
-from trainkit.training.run import Run
-from trainkit.training.sharded import Sharded, check_pytorch
-from trainkit.tuning import tune_process
+from manygpus.config.command_line import at_least, check_divides
+from manygpus.config.options import Options, float32_precision, option, parse_options
+from manygpus.data.datasets import load_dataset
+from manygpus.data.loaders import augmentation, eval_loader, train_loader
+from manygpus.distributed.launchers import DistEnv
+from manygpus.distributed.process_group import destroy_distributed, init_distributed
+from manygpus.errors import UserError, entrypoint
+from manygpus.training.evaluation import evaluate
+from manygpus.training.optim import build_optimizer
+from manygpus.training.precision import set_float32_precision
+from manygpus.training.run import Run
+from manygpus.training.sharded import Sharded, check_pytorch
+from manygpus.tuning import tune_process
 
 BLOCKS = 8  # of the whole network, over all stages
 PIXELS = 28 * 28  # of an image

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 from torchvision import datasets, transforms
 
-from trainkit.data.samplers import ResumableSampler
-from trainkit.signals import obey_the_trainer
-from trainkit.training.checkpoint import Checkpointer
-from trainkit.training.recorder import Recorder
+from manygpus.data.samplers import ResumableSampler
+from manygpus.signals import obey_the_trainer
+from manygpus.training.checkpoint import Checkpointer
+from manygpus.training.recorder import Recorder
 
 DATA = Path(__file__).resolve().parents[3] / "data"  # where `make data` puts MNIST
 

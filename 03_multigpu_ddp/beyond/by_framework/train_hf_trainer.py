@@ -25,7 +25,7 @@ from transformers import (
 GLOBAL_BATCH_SIZE = 64
 CHECK_STEPS = 10  # steps between two checks of whether any rank has been told to stop
 # The job's folder, which stays the same when the job is requeued. Without a job, the current folder.
-JOB = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
+JOB = Path(os.environ.get("MANYGPUS_JOB_DIR", "."))
 CHECKPOINTS = JOB / "checkpoints"
 
 

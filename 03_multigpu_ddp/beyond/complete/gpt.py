@@ -9,15 +9,15 @@ import torch
 from gpt_model import GPTOptions, build_model, build_optimizer, compile_blocks, loss_of, run_name
 from torch import nn
 
-from trainkit import errors
-from trainkit.config.options import parse_options
-from trainkit.distributed.process_group import destroy_distributed, init_distributed
-from trainkit.errors import entrypoint
-from trainkit.training.best import Best
-from trainkit.training.evaluation import evaluate
-from trainkit.training.precision import set_float32_precision
-from trainkit.training.run import Run
-from trainkit.tuning import tune_process
+from manygpus import errors
+from manygpus.config.options import parse_options
+from manygpus.distributed.process_group import destroy_distributed, init_distributed
+from manygpus.errors import entrypoint
+from manygpus.training.best import Best
+from manygpus.training.evaluation import evaluate
+from manygpus.training.precision import set_float32_precision
+from manygpus.training.run import Run
+from manygpus.tuning import tune_process
 
 
 @entrypoint

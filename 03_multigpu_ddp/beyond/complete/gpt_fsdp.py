@@ -12,16 +12,16 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainkit import errors
-from trainkit.config.options import parse_options
-from trainkit.distributed.process_group import destroy_distributed, init_distributed
-from trainkit.errors import entrypoint
-from trainkit.training.best import Best
-from trainkit.training.evaluation import evaluate
-from trainkit.training.precision import set_float32_precision
-from trainkit.training.run import Run
-from trainkit.training.sharded import Sharded, check_pytorch
-from trainkit.tuning import tune_process
+from manygpus import errors
+from manygpus.config.options import parse_options
+from manygpus.distributed.process_group import destroy_distributed, init_distributed
+from manygpus.errors import entrypoint
+from manygpus.training.best import Best
+from manygpus.training.evaluation import evaluate
+from manygpus.training.precision import set_float32_precision
+from manygpus.training.run import Run
+from manygpus.training.sharded import Sharded, check_pytorch
+from manygpus.tuning import tune_process
 
 
 @entrypoint

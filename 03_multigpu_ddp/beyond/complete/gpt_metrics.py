@@ -8,10 +8,10 @@ from gpt_model import GPTOptions
 from gpu_peaks import peak
 from torch import nn
 
-from trainkit.devices import device_name
-from trainkit.distributed.launchers import DistEnv
-from trainkit.training.evaluation import Metric, Trained
-from trainkit.training.kept_memory import kept_bytes
+from manygpus.devices import device_name
+from manygpus.distributed.launchers import DistEnv
+from manygpus.training.evaluation import Metric, Trained
+from manygpus.training.kept_memory import kept_bytes
 
 FLOPS_PER_TFLOPS = 1e12
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainkit.config.command_line import above_0, at_least
-from trainkit.config.options import MOST_IMAGES, Options, option
-from trainkit.errors import UserError
+from manygpus.config.command_line import above_0, at_least
+from manygpus.config.options import MOST_IMAGES, Options, option
+from manygpus.errors import UserError
 
 
 @dataclass(frozen=True)

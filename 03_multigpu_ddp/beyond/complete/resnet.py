@@ -14,16 +14,16 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.models import resnet18
 
-from trainkit.config.command_line import above_0, at_least
-from trainkit.config.options import Options, option, parse_options
-from trainkit.data.loaders import eval_loader, train_loader
-from trainkit.distributed.process_group import destroy_distributed, init_distributed
-from trainkit.errors import UserError, entrypoint
-from trainkit.training.evaluation import evaluate
-from trainkit.training.precision import set_float32_precision
-from trainkit.training.run import Run
-from trainkit.training.sync_on_cpu import SyncOnCPU
-from trainkit.tuning import tune_process
+from manygpus.config.command_line import above_0, at_least
+from manygpus.config.options import Options, option, parse_options
+from manygpus.data.loaders import eval_loader, train_loader
+from manygpus.distributed.process_group import destroy_distributed, init_distributed
+from manygpus.errors import UserError, entrypoint
+from manygpus.training.evaluation import evaluate
+from manygpus.training.precision import set_float32_precision
+from manygpus.training.run import Run
+from manygpus.training.sync_on_cpu import SyncOnCPU
+from manygpus.tuning import tune_process
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Tries the learner's formulas on made-up epochs, and compares the answers with the learner's own runs."""
 
-from trainkit.workshop.work import Workspace, Wrong, is_close
+from manygpus.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you run: with batch 128, how many times the images/s of one device will two reach? Such as 1.5

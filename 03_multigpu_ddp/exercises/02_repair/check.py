@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from trainkit.workshop.ranks import in_ranks
-from trainkit.workshop.work import Workspace, Wrong, is_close
+from manygpus.workshop.ranks import in_ranks
+from manygpus.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you start the script: how many of its ten bugs will give an error or a warning on one machine?

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.data import synthetic
-from trainkit.distributed.launchers import free_port
-from trainkit.jobs import slurm
-from trainkit.training.sync_on_cpu import SyncOnCPU
-from trainkit.workshop.ranks import TIMEOUT, in_ranks
-from trainkit.workshop.work import Workspace, Wrong, is_close
+from manygpus.data import synthetic
+from manygpus.distributed.launchers import free_port
+from manygpus.jobs import slurm
+from manygpus.training.sync_on_cpu import SyncOnCPU
+from manygpus.workshop.ranks import TIMEOUT, in_ranks
+from manygpus.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you change the script: if torchrun starts it twice, as it is, how many of the two processes train to

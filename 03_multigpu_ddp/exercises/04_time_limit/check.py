@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from trainkit.workshop.work import Workspace, Wrong
+from manygpus.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # After kill -9, with --save-every 100: at most how many steps will the training do twice?
@@ -77,7 +77,7 @@ def check(workspace: Workspace) -> str:
             "In the log, no training resumes after a kill: each `resumed from` follows a `saved and "
             "stopped`. Kill a rank with kill -9 when a checkpoint has been saved, and start the training "
             "again. If you have done that, one of the starts saved in a different folder: give all of them "
-            "the same TRAINKIT_JOB_DIR, in one shell."
+            "the same MANYGPUS_JOB_DIR, in one shell."
         )
     if limited is None:
         raise Wrong(

@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from trainkit.distributed.launchers import free_port
-from trainkit.workshop.ranks import TIMEOUT, in_ranks
-from trainkit.workshop.work import Answers, Workspace, Wrong
+from manygpus.distributed.launchers import free_port
+from manygpus.workshop.ranks import TIMEOUT, in_ranks
+from manygpus.workshop.work import Answers, Workspace, Wrong
 
 ANSWERS = """\
 # Before you start the script: how many of the three ranks will stand still?

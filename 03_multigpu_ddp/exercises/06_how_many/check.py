@@ -4,7 +4,7 @@ import csv
 import json
 from pathlib import Path
 
-from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
+from manygpus.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # By what factor are 256 GPUs faster than 128?

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from trainkit import job_folder
-from trainkit.jobs import listing
-from trainkit.jobs.listing import Listed
-from trainkit.jobs.site import read_site
-from trainkit.monitor import samples
-from trainkit.workshop.work import Workspace, Wrong
+from manygpus import job_folder
+from manygpus.jobs import listing
+from manygpus.jobs.listing import Listed
+from manygpus.jobs.site import read_site
+from manygpus.monitor import samples
+from manygpus.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # Before you submit: how many seconds will the job run, from its start to its end?

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.workshop.work import Answers, Workspace, Wrong, ask_slurm, is_close, requested
+from manygpus.workshop.work import Answers, Workspace, Wrong, ask_slurm, is_close, requested
 
 ANSWERS = """\
 # Before you open the files: how many of the four ranks wrote a traceback?

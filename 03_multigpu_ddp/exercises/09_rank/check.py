@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from trainkit.workshop.work import Workspace, Wrong
+from manygpus.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 prediction = 2       # before you open ranks.txt: how many of the 4 processes have local rank 0?
@@ -128,7 +128,7 @@ def check(workspace: Workspace) -> str:
     return (
         f"Two of the four have local rank 0, one on each node: {guess}. The rank decides which shard of the "
         "data a process gets, and which process prints and saves. The local rank only chooses the GPU. Read "
-        "both from the launcher, as trainkit/distributed/launchers.py does, since the launcher decides how "
+        "both from the launcher, as manygpus/distributed/launchers.py does, since the launcher decides how "
         "ranks are placed on nodes."
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
+from manygpus.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you look: SGD with the linear rule does well at batch 256 with a warm-up of 20,000 images.

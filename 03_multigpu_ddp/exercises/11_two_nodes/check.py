@@ -3,8 +3,8 @@
 import re
 import statistics
 
-from trainkit.record import records
-from trainkit.workshop.work import Workspace, Wrong, check_alike, is_close
+from manygpus.record import records
+from manygpus.workshop.work import Workspace, Wrong, check_alike, is_close
 
 ANSWERS = """\
 # Are two GPUs on two nodes faster than two on one, the same or slower?

@@ -2,7 +2,7 @@
 
 import torch
 
-from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
+from manygpus.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # MB in use at the fullest moment of the second step

@@ -2,7 +2,7 @@
 
 import json
 
-from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
+from manygpus.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # MB that each of two ranks will keep with fully_shard

@@ -3,7 +3,7 @@
 from collections import Counter
 from types import ModuleType
 
-from trainkit.workshop.work import Workspace, Wrong
+from manygpus.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # Two ranks with two workers each read the stream as it is: how many times is each sample read in an epoch?

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from trainkit.workshop.work import Answers, Workspace, Wrong, is_close
+from manygpus.workshop.work import Answers, Workspace, Wrong, is_close
 
 ANSWERS = """\
 # Before you start a run: with all gradients in one bucket, what percentage of its all-reduce is hidden?

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from trainkit.workshop.work import Answers, Workspace, Wrong
+from manygpus.workshop.work import Answers, Workspace, Wrong
 
 ANSWERS = """\
 # Before you open the logs: is it an error that NCCL finds no plugin? yes or no

@@ -19,18 +19,18 @@ import torch.nn.functional as F
 from measuring import DEVICE, Table, wait
 from torch.profiler import ProfilerActivity, profile
 
-from trainkit.config import options
-from trainkit.config.known_datasets import DEFAULT_DIR
-from trainkit.config.options import parse_options
-from trainkit.data import loaders as batches
-from trainkit.data.datasets import InMemoryDataset, load_dataset, normalize
-from trainkit.data.loaders import Batches, DistributedBatchSampler, ResidentBatches, train_loader
-from trainkit.distributed import process_group
-from trainkit.distributed.launchers import DistEnv
-from trainkit.training.model import Net
-from trainkit.training.optim import build_optimizer
-from trainkit.training.precision import set_float32_precision
-from trainkit.training.run import Run
+from manygpus.config import options
+from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.options import parse_options
+from manygpus.data import loaders as batches
+from manygpus.data.datasets import InMemoryDataset, load_dataset, normalize
+from manygpus.data.loaders import Batches, DistributedBatchSampler, ResidentBatches, train_loader
+from manygpus.distributed import process_group
+from manygpus.distributed.launchers import DistEnv
+from manygpus.training.model import Net
+from manygpus.training.optim import build_optimizer
+from manygpus.training.precision import set_float32_precision
+from manygpus.training.run import Run
 
 COLUMNS = ["batch", "precision", "kind", "what", "ms", "least_ms", "most_ms", "gpu_ms", "gpu_kernels"]
 SHAPES = {"128": (128, "tf32"), "1024": (1024, "bf16"), "4": (4, "fp32")}

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit.data import synthetic
+from manygpus.data import synthetic
 
 EPOCHS = 3
 BATCH = 64

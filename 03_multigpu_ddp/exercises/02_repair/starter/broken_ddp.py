@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, random_split
 
-from trainkit.data import synthetic
+from manygpus.data import synthetic
 
 EPOCHS = 6
 BATCH = 64  # images of all ranks together

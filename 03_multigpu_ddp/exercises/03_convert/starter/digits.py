@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainkit.data import synthetic
+from manygpus.data import synthetic
 
 FOLDER = Path(__file__).resolve().parent / "digits"
 

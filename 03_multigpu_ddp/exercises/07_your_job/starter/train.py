@@ -61,7 +61,7 @@ def main() -> None:
         if step == options.steps:
             break
     if rank == 0:
-        folder = Path(os.environ.get("TRAINKIT_JOB_DIR", "."))
+        folder = Path(os.environ.get("MANYGPUS_JOB_DIR", "."))
         torch.save(network.state_dict(), folder / "weights.pt")
     dist.destroy_process_group()
 

@@ -1,0 +1,88 @@
+"""Show the jobs of this checkout: what each one runs, its state, how long, and the verdict or why it failed.
+
+Try: python slurm/jobs.py; python slurm/jobs.py my_project; python slurm/jobs.py 17
+"""
+
+from contextlib import suppress
+from pathlib import Path
+
+from manygpus.config.command_line import Parser
+from manygpus.errors import UserError, entrypoint, print_line, print_table
+from manygpus.jobs import job_log, listing
+from manygpus.jobs.site import Site, read_site
+from manygpus.monitor import samples
+from manygpus.monitor.resource_use import CORES, MEMORY, measure_resource_use
+from manygpus.monitor.sampled_job import SampledJob
+
+TITLES = ("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "enough")
+# The options of sbatch that a row tells of.
+OPTIONS = (MEMORY, CORES)
+UNKNOWN = ("-", "-", "-")
+LINES_OF_A_LOG = 20
+
+
+@entrypoint
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--asked",
+        action="store_true",
+        help="show instead what each job asked Slurm for, what it used, and what would have been enough",
+    )
+    parser.add_argument(
+        "word",
+        nargs="?",
+        metavar="JOB or WORD",
+        help="show only this job, with the end of its log; or only the jobs with WORD in their name, their "
+        "script's path or its arguments",
+    )
+    options = parser.parse_args()
+    site = read_site()
+    if options.asked:
+        _show_what_was_asked(site.jobs_dir)
+    else:
+        _show(site, options.word)
+
+
+def _show(site: Site, word: str | None) -> None:
+    """Print the jobs, or those that match `word`; of a job that is named by its number also the log's end."""
+    jobs = [job for job in listing.jobs(site) if word is None or job.matches(word)]
+    if word and not jobs:
+        raise UserError(f"no job of this checkout matches {word}: see all with `python slurm/jobs.py`.")
+    named = [job for job in jobs if job.number == word]
+    print_table([listing.TITLES, *(job.cells() for job in named or jobs)])
+    for job in named:
+        if job.log:
+            end = job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:]
+            print_line("\n".join(["", f"the end of {job.log}:", *end]))
+
+
+def _show_what_was_asked(jobs_dir: Path) -> None:
+    sampled = {path.parent for path in jobs_dir.glob(f"*/{samples.FOLDER}")}
+    rows = [TITLES]
+    # By its length first, so that job 9 comes before job 10.
+    for job in sorted(sampled, key=lambda folder: (len(folder.name), folder.name)):
+        row = _row(job)
+        if row:
+            rows.append(row)
+    print_table(rows)
+    print_line(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume may take.")
+    print_line("It is unknown (-) for jobs that still run, and for those that failed.")
+    print_line("Jobs without samples, or without Slurm, are left out.")
+
+
+def _row(job: Path) -> tuple[str, ...]:
+    """Return the cells of a job; none if it asked Slurm for nothing, or was not sampled."""
+    cells = {}
+    # There may be no samples, or some that cannot be read.
+    with suppress(UserError, OSError):
+        for resource in measure_resource_use(SampledJob.read(job / samples.FOLDER)):
+            unit = resource.unit
+            enough = "-" if resource.enough is None else f"{resource.enough}{unit}"
+            cells[resource.option] = (f"{resource.asked:g}{unit}", f"{resource.used:.1f}{unit}", enough)
+    if not cells:
+        return ()
+    row = [job.name]
+    for option in OPTIONS:
+        row += cells.get(option, UNKNOWN)
+    return tuple(row)

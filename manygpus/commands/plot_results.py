@@ -1,0 +1,44 @@
+"""Compare runs: a table on the terminal, comparison.md, comparison.html, comparison.csv and the figures.
+
+Try: python results/plot_results.py results/runs
+"""
+
+from manygpus.advice.advice import Constraints
+from manygpus.advice.report import page_of_answer
+from manygpus.compare.report import report, report_each
+from manygpus.config.command_line import Parser, above_0, given_path
+from manygpus.errors import REPOSITORY, entrypoint, print_line
+
+RESULTS = REPOSITORY / "results"
+
+
+@entrypoint
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=given_path,
+        default=[RESULTS / "runs"],
+        help="CSV files of runs, or folders that hold some (default: results/runs)",
+    )
+    parser.add_argument(
+        "--out", type=given_path, default=RESULTS, help="folder to write to (default: results)"
+    )
+    parser.add_argument(
+        "--target",
+        type=above_0(100),
+        metavar="PERCENT",
+        help="also show how long each took to reach this test accuracy, such as 98",
+    )
+    parser.add_argument(
+        "--each",
+        action="store_true",
+        help="compare the runs of each folder separately, in one table: yours and ours, or those of a class",
+    )
+    args = parser.parse_args()
+    if args.each:
+        print_line(report_each(args.paths, args.out, args.target))
+    else:
+        answer = page_of_answer(args.paths, Constraints(target=args.target))
+        print_line(report(args.paths, args.out, args.target, answer))

@@ -1,0 +1,439 @@
+"""Run every combination of the given lists as a separate job, then compare the results.
+
+Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,1024 --dry-run
+"""
+
+import argparse
+import shlex
+import sys
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from manygpus.config.command_line import (
+    Parser,
+    above_0,
+    at_least,
+    given,
+    given_path,
+    list_of,
+    one_of,
+    time_limit,
+)
+from manygpus.config.options import MOST_IMAGES
+from manygpus.data import staging
+from manygpus.errors import UserError, entrypoint, print_line
+from manygpus.jobs import local, submission, sweep_execution, variation
+from manygpus.jobs.program import add_options
+from manygpus.jobs.request import read_options
+from manygpus.jobs.site import read_site
+from manygpus.jobs.stages import STAGES, Stage
+from manygpus.jobs.sweep import Sweep
+from manygpus.jobs.sweep_plan import STRONG, Grid, PlannedRun
+
+NOTES = """\
+Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
+`python 03_multigpu_ddp/mnist_ddp.py --help` lists them.
+
+To resume a sweep, give the same command with the --out that it has printed. Finished runs are kept,
+jobs still in Slurm are watched again, all others are submitted again. Longer lists add runs.
+
+In the arguments of a plain script, and in --when-requeued, {gpus}, {nodes}, {batch}, {batch/gpus} and
+{folder}, the run's own folder, stand for those of each run:
+
+    python slurm/sweep.py --vary lr=0.1,0.01 --gpus 1,2 --batch-size 64 --plain train.py --batch {batch/gpus}
+
+Every GPU comes with the same number of CPU cores (--cpus-per-gpu), and every process of single and
+ddp has as many threads; the one process of dp has those of all its GPUs.
+
+Jobs that share a node can slow each other down. --max-jobs 1, or `export SBATCH_EXCLUSIVE=exclusive` for
+whole nodes, keeps them apart; on the practice cluster, where all nodes are one machine, only --max-jobs 1
+does.
+
+Without Slurm the runs are processes of this machine, one run at a time. Without GPUs, CPU cores stand
+in for them, one thread each.
+
+A sweep ends with how many GPUs to ask for (results/how_many_gpus.py)."""
+
+
+DEFAULT_BATCH_SIZES = (256,)
+# Who varies an option expects a run for each value, not one more for each of two numbers of GPUs.
+DEFAULT_GPUS, DEFAULT_GPUS_WITH_VARY = (1, 2), (1,)
+# The options that a sweep of plain scripts has, too.
+OPTIONS_OF_PLAIN_SWEEPS = {
+    "plain",
+    "python",
+    "one_process_per_node",
+    "when_requeued",
+    "gpus",
+    "batch_size",
+    "scaling",
+    "vary",
+    "chdir",
+    "repeats",
+    "max_jobs",
+    "gpus_per_node",
+    "cpus_per_gpu",
+    "partition",
+    "time",
+    "local",
+    "dry_run",
+    "out",
+    *(name.replace("-", "_") for name in submission.PASSED_ON),
+}
+
+
+@entrypoint
+def main() -> int:
+    own_options, arguments = _parse()
+    is_users_own = bool(own_options.script or own_options.plain)
+    if is_users_own:
+        stages = (submission.choose_stage(STAGES["ddp"], own_options),)
+    else:
+        stages = tuple(STAGES[name] for name in own_options.stages)
+    grid = _grid(own_options, stages)
+    planned_sweep = _sweep(own_options, stages[0], arguments)
+    if not is_users_own:
+        # Once for all runs, as all of them need it.
+        staging.check(planned_sweep.opts.dataset, planned_sweep.opts.data_dir)
+    runs, left_out = planned_sweep.planned(grid)
+    for reason, count in left_out.items():
+        print_line(f"left out ({count}): {reason}")
+    if own_options.dry_run:
+        _print_runs(planned_sweep, runs)
+        _warn_of_shared_files(planned_sweep, runs)
+        return 0
+    _warn_of_shared_files(planned_sweep, runs)
+    if planned_sweep.why_here:
+        print_line(f"{planned_sweep.why_here}: one run at a time, as processes of this machine")
+    with planned_sweep.claim(stages[0].words if is_users_own else ()):
+        return sweep_execution.run(
+            planned_sweep,
+            runs,
+            own_options.max_jobs,
+            report=partial(_report, own_options=own_options),
+        )
+
+
+def _grid(own_options: argparse.Namespace, stages: tuple[Stage, ...]) -> Grid:
+    """Return the lists of which every combination is run.
+
+    Raises:
+        UserError: for lists that contradict each other.
+    """
+    batch_sizes = own_options.batch_size
+    if batch_sizes is None:
+        batch_sizes = (None,) if own_options.plain else DEFAULT_BATCH_SIZES
+    return Grid(
+        stages=stages,
+        gpus=own_options.gpus,
+        batch_sizes=batch_sizes,
+        num_workers=_loaders(own_options),
+        train_sizes=own_options.train_size,
+        repeats=own_options.repeats,
+        scaling=own_options.scaling,
+        gpus_per_node=own_options.gpus_per_node,
+        settings=variation.combinations(own_options.vary),
+    )
+
+
+def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) -> Sweep:
+    """Return what all runs share.
+
+    Raises:
+        UserError: for arguments that the stage refuses, or that runs cannot share.
+    """
+    site = read_site()
+    opts = read_options(stage, arguments, site)
+    why_here = submission.why_local(own_options.local)
+    folder = own_options.out or opts.results_dir / "sweeps" / datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Sweep(
+        folder=folder.absolute(),
+        arguments=tuple(arguments),
+        opts=opts,
+        site=site,
+        minutes=own_options.time or site.minutes or submission.DEFAULT_MINUTES,
+        why_here=why_here,
+        gpus_here=local.gpus_here() if why_here and not opts.no_cuda else 0,
+        cpus_per_gpu=own_options.cpus_per_gpu,
+        partition=own_options.partition,
+        passed_on=submission.passed_on(own_options),
+        plain=bool(own_options.plain),
+        chdir=own_options.chdir,
+    )
+
+
+def _print_runs(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
+    width = max(len(run.name) for run in runs)
+    for run in runs:
+        state = "finished" if planned_sweep.has_finished(run) else "to run"
+        print_line(f"{run.name:{width}}  {state:8}  {run.shape}")
+        if run.stage.is_users_own or run.settings:
+            command = [*run.stage.command, *planned_sweep.script_arguments(run)]
+            print_line(f"    {shlex.join(command)}")
+    sweep_execution.print_plan(planned_sweep, runs)
+
+
+def _warn_of_shared_files(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
+    """Say that the runs of a plain script share a working folder, unless they have one of their own."""
+    names = variation.in_braces(planned_sweep.arguments)
+    if planned_sweep.plain and len(runs) > 1 and not planned_sweep.chdir and variation.FOLDER not in names:
+        print_line(
+            f"note: all runs start in {Path.cwd()}, and one that saves there may be taken up by the next: "
+            "put {folder}, the run's own folder, among the arguments of the script, or add --chdir, which "
+            "starts each run in its own"
+        )
+
+
+def _report(csvs: list[Path], out: Path, own_options: argparse.Namespace) -> int:
+    """Compare the runs, and say how many GPUs the training that the user plans should ask for."""
+    # They load pandas, which is needed here only: login nodes are slow.
+    from manygpus.advice.advice import Constraints
+    from manygpus.advice.report import compare_and_answer
+
+    if own_options.plain:
+        return compare_and_answer(csvs, out, constraints=None)
+    constraints = Constraints(
+        target=own_options.target,
+        deadline_s=own_options.deadline and 60 * own_options.deadline,
+        budget_hours=own_options.budget,
+        min_efficiency=own_options.min_efficiency / 100,
+        gpus_per_node=own_options.gpus_per_node or max(own_options.gpus),
+    )
+    return compare_and_answer(csvs, out, constraints)
+
+
+def _loaders(own_options: argparse.Namespace) -> tuple[int | None, ...]:
+    """Return the numbers of loader workers, with None for the resident loader.
+
+    Raises:
+        UserError: for numbers of workers without the loader that has some.
+    """
+    loaders = own_options.loader
+    if loaders is None:
+        loaders = ("workers",) if own_options.num_workers else ("resident",)
+    if own_options.num_workers and "workers" not in loaders:
+        raise UserError("--num-workers needs --loader workers: add that, or leave out --num-workers.")
+    numbers: list[int | None] = []
+    for loader in loaders:
+        if loader == "resident":
+            numbers.append(None)
+        else:
+            numbers += own_options.num_workers or (0,)
+    return tuple(numbers)
+
+
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    """Return the sweep's own options, and the arguments of every run."""
+    parser = Parser(description=__doc__, epilog=NOTES)
+    _add_lists(parser)
+    _add_constraints(parser)
+    _add_jobs(parser)
+    parser.add_argument(
+        "--epochs",
+        default=str(sweep_execution.EPOCHS),
+        metavar="N",
+        help=f"epochs of every run, with the first as warm-up (default: {sweep_execution.EPOCHS})",
+    )
+    own_words, for_training = submission.split(sys.argv[1:])
+    own_options, unknown = parser.parse_known_args(own_words)
+    if own_options.gpus is None:
+        own_options.gpus = DEFAULT_GPUS_WITH_VARY if own_options.vary else DEFAULT_GPUS
+    for option in own_options.vary:
+        if "" in option.values and option.name not in variation.in_braces(for_training):
+            parser.error(
+                f"--vary {option.name} has an empty value: put {{{option.name}}} among the arguments of the "
+                "script, where that value leaves it out"
+            )
+    if own_options.plain:
+        _refuse_for_plain(parser, own_options, unknown)
+        _check_batch_of_plain(own_options, for_training)
+        return own_options, for_training
+    if own_options.chdir:
+        parser.error("--chdir is for plain scripts: ours write nothing where they start")
+    for option in own_options.vary:
+        if option.name.replace("-", "_") in vars(own_options):
+            parser.error(f"--vary {option.name}: sweep.py itself has an option of that name")
+    return own_options, ["--epochs", own_options.epochs, *unknown, *for_training]
+
+
+def _add_lists(parser: Parser) -> None:
+    """Add the lists of which every combination is run."""
+    numbers = list_of(at_least(1))
+    matrix = parser.add_argument_group("the lists")
+    trainings = matrix.add_mutually_exclusive_group()
+    trainings.add_argument(
+        "--stages",
+        type=list_of(one_of(STAGES)),
+        default=tuple(STAGES),
+        metavar="LIST",
+        help="which of single, dp and ddp to run (default: all)",
+    )
+    trainings.add_argument(
+        "--script",
+        metavar="FILE.py",
+        type=given,
+        help="your own training instead, one process per GPU as in ddp",
+    )
+    trainings.add_argument(
+        "--plain",
+        metavar="PROGRAM",
+        type=given,
+        help="a script that does not use the kit, on each of --gpus: train.py, -m package.train, or a "
+        "program such as run.sh; after it come its own arguments (YOUR_TRAINING.md)",
+    )
+    add_options(matrix)
+    matrix.add_argument(
+        "--gpus", type=numbers, metavar="LIST", help="numbers of GPUs (default: 1,2; with --vary 1)"
+    )
+    matrix.add_argument(
+        "--batch-size",
+        type=numbers,
+        metavar="LIST",
+        help="batch sizes (default: 256); a plain script gets them as {batch} or {batch/gpus}",
+    )
+    matrix.add_argument(
+        "--vary",
+        type=variation.varied,
+        action="append",
+        default=[],
+        metavar="NAME=LIST",
+        help="values of an option of the script; each replaces {NAME} in its arguments, "
+        "or follows them as --NAME VALUE; brackets and quotes protect commas; may be given several times",
+    )
+    matrix.add_argument(
+        "--scaling",
+        choices=("strong", "weak", "both"),
+        default="strong",
+        help="strong: --batch-size is global, the same on every number of GPUs; weak: it is that of each GPU "
+        "(default: strong)",
+    )
+    matrix.add_argument(
+        "--loader",
+        type=list_of(one_of(("resident", "workers"))),
+        metavar="LIST",
+        help="which of resident and workers to use (default: resident, or workers if --num-workers is given)",
+    )
+    matrix.add_argument(
+        "--num-workers",
+        type=list_of(at_least(0, 256)),
+        metavar="LIST",
+        help="loader processes per rank, for --loader workers (default: 0)",
+    )
+    matrix.add_argument(
+        "--train-size",
+        type=list_of(at_least(1, MOST_IMAGES)),
+        default=(None,),
+        metavar="LIST",
+        help="images per epoch (default: all)",
+    )
+    matrix.add_argument(
+        "--repeats",
+        type=at_least(1, 1000),
+        default=1,
+        metavar="N",
+        help="runs of each, with different seeds (default: 1)",
+    )
+
+
+def _add_constraints(parser: Parser) -> None:
+    """Add what the answer to how many GPUs to ask for is to keep to."""
+    answer = parser.add_argument_group("how many GPUs to ask for")
+    wishes = "for the training that you plan: "
+    answer.add_argument(
+        "--target", type=above_0(100), metavar="PERCENT", help=f"{wishes}the test accuracy to reach"
+    )
+    answer.add_argument(
+        "--deadline",
+        type=time_limit,
+        metavar="LIMIT",
+        help=f"{wishes}the time it may take, as HH:MM:SS or in minutes",
+    )
+    answer.add_argument(
+        "--budget", type=above_0(), metavar="HOURS", help=f"{wishes}the GPU-hours it may cost"
+    )
+    answer.add_argument(
+        "--min-efficiency",
+        type=above_0(100),
+        default=70,
+        metavar="PERCENT",
+        help=f"{wishes}the least efficiency (default: 70)",
+    )
+
+
+def _add_jobs(parser: Parser) -> None:
+    """Add how the runs are sent as jobs."""
+    jobs = parser.add_argument_group("jobs")
+    jobs.add_argument(
+        "--max-jobs", type=at_least(1), default=4, metavar="N", help="jobs that run at a time (default: 4)"
+    )
+    jobs.add_argument(
+        "--gpus-per-node",
+        type=at_least(1),
+        metavar="N",
+        help="GPUs per node: ddp runs with more are spread over several nodes (default: all on one node)",
+    )
+    jobs.add_argument(
+        "--cpus-per-gpu", type=at_least(1), default=2, metavar="N", help="CPU cores per GPU (default: 2)"
+    )
+    jobs.add_argument(
+        "--partition", metavar="NAME", help="partition (default: the site file's, or the cluster's)"
+    )
+    jobs.add_argument(
+        "--time",
+        type=time_limit,
+        metavar="LIMIT",
+        help="time limit of a job, as HH:MM:SS or in minutes (default: the site file's, or "
+        f"{submission.DEFAULT_MINUTES})",
+    )
+    jobs.add_argument(
+        "--chdir",
+        action="store_true",
+        help="start each run of a plain script in its own folder, instead of here",
+    )
+    jobs.add_argument("--local", action="store_true", help="run on this machine, even if there is a Slurm")
+    jobs.add_argument("--dry-run", action="store_true", help="print the runs, and submit nothing")
+    jobs.add_argument(
+        "--out",
+        type=given_path,
+        metavar="DIR",
+        help="folder of the sweep (default: a new one in results/sweeps/)",
+    )
+    submission.add_sbatch_options(parser)
+
+
+def _check_batch_of_plain(own_options: argparse.Namespace, arguments: list[str]) -> None:
+    """Check that a batch size has a place in the arguments of a plain script, and the other way round.
+
+    Raises:
+        UserError: if not.
+    """
+    names = variation.in_braces(arguments) & {variation.BATCH, variation.BATCH_PER_GPU}
+    script = own_options.plain
+    if own_options.batch_size and not names:
+        raise UserError(
+            f"--batch-size has no place in the arguments of {script}: put {{batch}} or {{batch/gpus}} there, "
+            f"as in --plain {script} --batch {{batch/gpus}}."
+        )
+    if names and not own_options.batch_size:
+        raise UserError(
+            f"the arguments of {script} have {{{min(names)}}}: give --batch-size in front of --plain."
+        )
+    if own_options.scaling != STRONG and not names:
+        raise UserError(f"--scaling needs --batch-size, and {{batch}} among the arguments of {script}.")
+
+
+def _refuse_for_plain(parser: Parser, own_options: argparse.Namespace, unknown: list[str]) -> None:
+    """Refuse options that mean nothing to a script that does not use the kit.
+
+    Raises:
+        UserError: for the first of them.
+    """
+    misplaced = [*unknown]
+    for name in sorted(vars(own_options).keys() - OPTIONS_OF_PLAIN_SWEEPS):
+        if getattr(own_options, name) != parser.get_default(name):
+            misplaced.append(name)
+    if misplaced:
+        option = "--" + misplaced[0].removeprefix("--").replace("_", "-")
+        script = own_options.plain
+        parser.error(f"{option} is not for plain scripts: put the arguments of {script} after its name")

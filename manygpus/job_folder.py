@@ -1,0 +1,306 @@
+"""A job's own folder: its checkpoints, its samples, and the notes that its ranks leave in it.
+
+| name | meaning |
+|---|---|
+| `rank-N.started` | rank N runs, on the node that the file names |
+| `rank-N.finished`, `.failed`, `.lost` | replaces it: how it ended, and the error (lost: its peers left) |
+| `first-failed` | a link to the note of the rank that failed first |
+| `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
+| `script.json` | the script that the job runs, its arguments, and the commit of its code (`Script`) |
+| `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/ending.py |
+| `earlier-outcome.json` | how the start before has ended, while the next one runs |
+| `ended-for-good` | the job has ended well, and does nothing more if Slurm starts it again |
+| `checkpoints`, `monitor` | the files of training/checkpoint.py; the samples (monitor/samples.py) |
+| `plain` | the job's script does not use the kit (jobs/plain.py); it may write `stopped` itself |
+
+`prepare` makes it ready for each start of the job. srun often reports an exit code other than the failed
+rank's, and a log mixes the ranks' lines. From the notes jobs/why.py finds which rank it was; a rank that is
+still "started" after the end was killed.
+"""
+
+import json
+import os
+import re
+import signal
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from manygpus.distributed.launchers import node, rank_of
+
+VARIABLE = "MANYGPUS_JOB_DIR"  # the environment variable with the path of this process's job
+PLAIN = "plain"
+CHECKPOINTS = "checkpoints"
+MONITOR = "monitor"
+RUNS = "runs"  # in `monitor`: the paths of the CSVs of the job's trainings, one per line
+OUTCOME = "outcome.json"
+EARLIER_OUTCOME = "earlier-outcome.json"
+SCRIPT = "script.json"
+ENDED_FOR_GOOD = "ended-for-good"
+FIRST_FAILED = "first-failed"
+STOPPED = "stopped"
+STATES = ("started", "finished", "failed", "lost")  # of a rank
+NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
+
+
+def prepare(folder: Path, plain: bool) -> None:
+    """Make a job's folder ready for a start: without the notes of earlier ones.
+
+    Args:
+        folder: the job's own.
+        plain: whether its script does not use the kit.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    of_ranks = [path for path in folder.glob("rank-*") if NOTE.fullmatch(path.name)]
+    for path in (*of_ranks, folder / FIRST_FAILED, folder / STOPPED):
+        path.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        (folder / OUTCOME).rename(folder / EARLIER_OUTCOME)
+    if plain:
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
+        (folder / PLAIN).touch()
+
+
+def set_aside(folder: Path) -> None:
+    """Rename the folder of an older job that has had the same number, if there is one.
+
+    So it is after each new start of a practice cluster. The checkpoints of that job are not the new one's.
+
+    Raises:
+        OSError: if it cannot be renamed.
+    """
+    if folder.exists():
+        changed = datetime.fromtimestamp(folder.stat().st_mtime)
+        folder.rename(folder.with_name(f"{folder.name}-{changed:%Y%m%d-%H%M%S}"))
+
+
+def restarts() -> int:
+    """Return how often this job has come back from the queue; 0 if it has not, and outside of a job."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def here() -> Path | None:
+    """Return the folder of this process's job; None outside of a job."""
+    folder = os.environ.get(VARIABLE)
+    return Path(folder) if folder else None
+
+
+def note(state: str, text: str = "") -> None:
+    """In a job, leave a note that this rank has started, finished, failed or lost its peers.
+
+    It replaces the rank's earlier note. A full disk is ignored: the error itself matters more than its note.
+    """
+    folder = here()
+    if folder is None or rank_of() is None:
+        return
+    path = folder / f"rank-{rank_of()}.{state}"
+    if state == "started":
+        text = node()
+    else:
+        with suppress(OSError):  # there was none; renaming also works on a full disk
+            path.with_suffix(".started").rename(path)
+    if state == "failed":
+        with suppress(OSError):  # a link can be made only once, whatever the nodes' clocks say
+            (folder / FIRST_FAILED).symlink_to(path.name)
+    with suppress(OSError):
+        path.write_text(f"{text}\n" if text else "", encoding="utf-8", errors="replace")
+
+
+def notes(folder: Path, *states: str) -> dict[int, Path]:
+    """Return the notes of the ranks that are in one of `states`, by rank."""
+    found: dict[int, Path] = {}
+    for path in folder.glob("rank-*"):
+        name = NOTE.fullmatch(path.name)
+        if name and name[2] in states:
+            found[int(name[1])] = path
+    return dict(sorted(found.items()))
+
+
+def read(note: Path) -> str:
+    """Return what a note says; "" if it is not there."""
+    try:
+        return note.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def died_of(number: int) -> str:
+    """Return in words what a signal did to a rank that it has ended."""
+    if number == signal.SIGKILL:
+        return "was killed (by hand, or because memory ran out)"
+    if number == signal.SIGABRT:
+        return "aborted"
+    with suppress(ValueError):  # real-time signals have no names
+        return f"died of signal {signal.Signals(number).name}"
+    return f"died of signal {number}"
+
+
+def note_stop(checkpoints: Path) -> None:
+    """In a job, leave a note that the run has saved in `checkpoints` and stopped after a signal.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    folder = here()
+    if folder:
+        (folder / STOPPED).write_text(f"{checkpoints.absolute()}\n", encoding="utf-8")
+
+
+def stopped(folder: Path) -> str | None:
+    """Return where this job's run saved before a signal stopped it; None if none was stopped."""
+    path = folder / STOPPED
+    return read(path) if path.exists() else None
+
+
+def note_run(path: Path) -> None:
+    """In a sampled job, note that its training writes the CSV `path`."""
+    folder = here()
+    if folder and (folder / MONITOR).is_dir():
+        with suppress(OSError), (folder / MONITOR / RUNS).open("a", encoding="utf-8") as file:
+            file.write(f"{path.resolve()}\n")
+
+
+def first_failed(folder: Path) -> str:
+    """Return the name of the note of the rank that failed first; "" if there is none."""
+    link = folder / FIRST_FAILED
+    return link.readlink().name if link.is_symlink() else ""  # some file systems have no links
+
+
+def note_end_for_good(folder: Path) -> None:
+    """Leave a note that the job has ended well, and does nothing more if Slurm starts it again."""
+    with suppress(OSError):  # a full disk
+        (folder / ENDED_FOR_GOOD).touch()
+
+
+def has_ended_for_good(folder: Path) -> bool:
+    """Return whether the job has ended well, and does nothing more."""
+    return (folder / ENDED_FOR_GOOD).exists()
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a job runs.
+
+    Attributes:
+        path: of the script, absolute.
+        arguments: those that its user has given.
+        commit: of the git repository that the script is in, with "-dirty" if that has changes; "" if it is
+            in none.
+        repository: the top folder of that repository; "" if it is in none.
+        module: its name, if it is started as a module (`python -m`).
+        python: the Python that runs it; "" for that of the job.
+        array_element: what Slurm calls the job if it is one of an array, such as 17_2; else "".
+        run_name: that of its run in a sweep; "" if it is of none.
+        job_name: of the job in Slurm; "" without Slurm.
+        log: the path of the job's log; "" if it is not known.
+        when_requeued: the words of --when-requeued (jobs/program.py); None if its user has given none.
+    """
+
+    path: str
+    arguments: list[str]
+    commit: str = ""
+    repository: str = ""
+    module: str = ""
+    python: str = ""
+    array_element: str = ""
+    run_name: str = ""
+    job_name: str = ""
+    log: str = ""
+    when_requeued: list[str] | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the name of its file with that of its folder, or the name of its module."""
+        return self.module or str(Path(*Path(self.path).parts[-2:]))
+
+    def number_in_slurm(self, job_id: str) -> str:
+        """Return what Slurm calls the job with this number: one of an array by its place there, as 17_2."""
+        return self.array_element or job_id
+
+
+def keep_script(folder: Path, script: Script) -> None:
+    """Write `script.json`.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    _write_json(folder / SCRIPT, asdict(script))
+
+
+def read_script(folder: Path) -> Script | None:
+    """Return what the job runs; None if it is not known."""
+    try:
+        return Script(**json.loads((folder / SCRIPT).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start of a job has ended.
+
+    Attributes:
+        restart: which start it was; 0 for the first.
+        exit_code: that of the job script.
+        why: why it failed, the first reason first; empty if it did not, or if it was ended from outside.
+        failed_rank: the rank that failed first, if it is known.
+        saved: where it saved before a signal stopped it, if one did.
+        requeued: whether it has gone back to the queue.
+        seconds: how long it ran; as it is kept, with all starts before.
+        said: the last lines of its log.
+    """
+
+    restart: int
+    exit_code: int
+    why: list[str]
+    failed_rank: int | None
+    saved: str | None
+    requeued: bool
+    seconds: int
+    said: list[str]
+
+    @property
+    def well(self) -> bool:
+        """Return whether it ended without an error, and has nothing left to do."""
+        return self.exit_code == 0 and self.saved is None
+
+
+def keep_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write `outcome.json`, in a job that could not even begin also its folder.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    seconds = earlier_seconds(folder) + outcome.seconds
+    _write_json(folder / OUTCOME, asdict(outcome) | {"seconds": seconds})
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """Return how the job's last start has ended; None while it runs, and if it was killed before its end."""
+    return _read_outcome(folder / OUTCOME)
+
+
+def earlier_seconds(folder: Path) -> int:
+    """Return how long the starts before this one ran, without those that were killed before their end."""
+    # A start that does nothing more, as the job has ended well, has not been prepared.
+    earlier = _read_outcome(folder / OUTCOME) or _read_outcome(folder / EARLIER_OUTCOME)
+    return earlier.seconds if earlier else 0
+
+
+def _read_outcome(path: Path) -> Outcome | None:
+    try:
+        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write_json(path: Path, document: dict[str, object]) -> None:
+    """Write a file that is never read half written."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    new.replace(path)

@@ -1,0 +1,408 @@
+"""The exercises of a stage: progress and the next one, checks, hints, a fresh start, the solution.
+
+Every exercise is a folder next to its stage's check.py, such as `02_clock`, and is called `clock`:
+
+    README.md   `# Title`, then `**Core, 1 of 10.** 10 minutes. What you learn.` (or `**Extra.** 10 ...`),
+                then the question and the commands
+    check.py    `check(mine)` returns what the exercise shows, or raises `Wrong`
+    starter/    the files to work on, if any; the first command copies them to mine/, which git ignores
+
+In check.py `ANSWERS` has the lines of answers.txt, where the learner finds a `?` for each answer, and
+`HINTS` has three, each under a line that begins with `## `. There may also be `SOLUTION`, for each file of
+starter/ that changes a diff whose hunks begin with a line `@@`, and `RECORDED`, what learners take who cannot
+run the exercise: a log, a folder with the files of runs, or a CSV with the rows of many runs, each with the
+names of the runs to take, or none for all that is there.
+
+For test_exercises.py it has `STARTS_WITH`, a part of the answer to the untouched starter, and `WRONG`,
+typical wrong answers: (file in mine/, text of the solution, its replacement, part of the resulting hint); for
+runs, the file may be `runs/*.csv`. `TOLD_WHEN_DONE` has mistakes of the same form that the check names
+although the exercise is done, as they are of an extra part.
+"""
+
+import ast
+import difflib
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+from manygpus.config.command_line import Parser
+from manygpus.errors import UserError, print_line
+from manygpus.files import explained, replacing
+from manygpus.process import end_with
+from manygpus.record import records
+from manygpus.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
+
+PROGRESS = "progress.json"
+HEADER = re.compile(
+    r"^# (?P<title>.+)\n\n\*\*(?:Core, (?P<step>\d+) of \d+|Extra)\.\*\* (?P<minutes>\d+) minutes\. ",
+    re.MULTILINE,
+)
+EXTRA = 99  # its step on the core path: after all others
+CHECK_SECONDS = 120  # for a check, on an otherwise idle machine
+TOO_LONG = (
+    f"The check takes longer than {CHECK_SECONDS} seconds (more if the machine is busy). Does a loop in your "
+    "program never end? If every loop ends, check again when the machine is quiet."
+)
+ENDED = "Your program ended the check. Does it call `exit`, or was there too little memory?"
+
+
+class Exercise:
+    """One exercise, in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = folder.name.partition("_")[2]
+        self.stage = folder.parents[1]
+        self.readme = folder / "README.md"
+        self.workspace = Workspace(folder / "mine")
+        header = HEADER.search(self.readme.read_text())
+        self.title = header["title"]
+        self.minutes = int(header["minutes"])
+        self.step = int(header["step"] or EXTRA)
+        self.kind = "core" if header["step"] else "extra"
+
+    @cached_property
+    def hints(self) -> list[str]:
+        text = "\n" + self.plain["HINTS"]
+        return [hint.partition("\n")[2].strip() for hint in text.split("\n## ")[1:]]
+
+    @property
+    def program(self) -> dict[str, object]:
+        """Return what check.py defines."""
+        return runpy.run_path(str(self.folder / "check.py"))
+
+    @cached_property
+    def plain(self) -> dict[str, object]:
+        """Return the plain texts, lists and dicts in check.py, without running it, which loads PyTorch."""
+        constants = {}
+        for node in ast.parse((self.folder / "check.py").read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                with suppress(ValueError):
+                    constants[node.targets[0].id] = ast.literal_eval(node.value)
+        return constants
+
+    def check(self) -> str:
+        """Check the learner's work in a separate process, and return what the exercise shows.
+
+        That process ends with its answer, or when the time is over, whatever the program still does.
+
+        Raises:
+            Wrong: if something is not right yet, or the learner's program fails or does not end.
+        """
+        seconds = CHECK_SECONDS * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+        # A forked process has imported already what the check imports.
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=self._answer, args=(sender,))
+        process.start()
+        sender.close()
+        try:
+            if not receiver.poll(seconds):
+                raise Wrong(TOO_LONG)
+            answer = receiver.recv()
+        except EOFError:
+            raise Wrong(ENDED) from None
+        finally:
+            process.kill()
+            process.join()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _answer(self, sender: Connection) -> None:
+        """Send what the check returns, or the exception that tells what is not right yet."""
+        end_with(multiprocessing.parent_process().pid)
+        # A check says the same on every machine, and it may fork, which CUDA does not survive.
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+        try:
+            answer = self.program["check"](self.workspace)
+        except UserError as error:
+            answer = error
+        except BaseException as error:
+            # Also the exit of the learner's program.
+            answer = explain(error, self.workspace)
+        # Print what the learner's program has written, before the answer ends this process.
+        sys.stdout.flush()
+        sender.send(answer)
+
+    def begin(self) -> None:
+        """Copy the starter, and the open answers, unless one of these files is there."""
+        folder = self.workspace.folder
+        starter = self.folder / "starter"
+        names = [ANSWERS, *(path.name for path in starter.glob("*"))]
+        if any((folder / name).exists() for name in names):
+            return
+        # A `?` in place of each value in lines `name = value  # comment`.
+        blank = re.sub(
+            r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.MULTILINE
+        )
+        # A class may share one checkout.
+        advice = "free some space, or work in a checkout of your own; `reset` then restores the files."
+        with explained(f"{relative(folder)} cannot be written to", advice):
+            folder.mkdir(exist_ok=True)
+            if starter.exists():
+                shutil.copytree(starter, folder, dirs_exist_ok=True)
+            (folder / ANSWERS).write_text(blank)
+
+    def diff(self) -> str:
+        """Return the diff from the learner's files to those of the solution."""
+        lines = []
+        for name, text in self.solution.items():
+            exists = (self.workspace.folder / name).exists()
+            of_learner = self.workspace.text(name) if exists else ""
+            lines += difflib.unified_diff(
+                of_learner.splitlines(),
+                text.splitlines(),
+                fromfile=f"mine/{name}",
+                tofile=f"solution/{name}",
+                lineterm="",
+            )
+        return "\n".join(lines)
+
+    @property
+    def solution(self) -> dict[str, str]:
+        """Return the text of the finished files that the learner changes, by name."""
+        finished = {ANSWERS: self.plain["ANSWERS"]}
+        for name, diff in self.plain.get("SOLUTION", {}).items():
+            finished[name] = _patched((self.folder / "starter" / name).read_text(), diff)
+        return finished
+
+
+def _patched(text: str, diff: str) -> str:
+    """Return the text with each hunk of the diff in its place, which is the only one where it fits."""
+    for hunk in diff.split("@@\n")[1:]:
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        before, after = text.split(old)
+        text = before + new + after
+    return text
+
+
+class Workbook:
+    """The exercises of a stage, in order, and which are done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.exercises = [Exercise(path.parent) for path in sorted(folder.glob("*/check.py"))]
+        self.read()
+
+    def read(self) -> None:
+        """Read the names of the finished exercises, and the number of hints given, by name."""
+        path = self.folder / PROGRESS
+        progress = json.loads(path.read_text()) if path.exists() else {"done": [], "hints": {}}
+        self.done: list[str] = progress["done"]
+        self.hints: dict[str, int] = progress["hints"]
+
+    def find(self, name: str) -> Exercise:
+        """Return the exercise with this name, number or folder."""
+        for number, exercise in enumerate(self.exercises, start=1):
+            if Path(name).name in (exercise.name, str(number), exercise.folder.name):
+                return exercise
+        names = ", ".join(exercise.name for exercise in self.exercises)
+        raise UserError(f"there is no exercise {name!r} here: the exercises are {names}.")
+
+    def save(self) -> None:
+        with replacing(self.folder / PROGRESS) as file:
+            json.dump({"done": self.done, "hints": self.hints}, file, indent=1)
+
+    @property
+    def open(self) -> list[Exercise]:
+        """Return the exercises that are not done."""
+        return [exercise for exercise in self.exercises if exercise.name not in self.done]
+
+    def listed(self) -> str:
+        """List the exercises, with a cross where one is done."""
+        width = max(len(exercise.name) for exercise in self.exercises)
+        return "\n".join(
+            f"[{' ' if exercise in self.open else 'x'}] {number:2}  {exercise.name:{width}}"
+            f"  {exercise.minutes:3} min  {exercise.kind:5}  {exercise.title}"
+            for number, exercise in enumerate(self.exercises, start=1)
+        )
+
+
+class CorePath:
+    """The core exercises of all stages, in order, and which are done."""
+
+    def __init__(self, repository: Path) -> None:
+        # A stage without exercises also has a lesson.
+        self.stages = [page.parent for page in sorted(repository.glob("0*/README.md"))]
+        self.workbooks = [Workbook(stage / "exercises") for stage in self.stages]
+        every = [exercise for workbook in self.workbooks for exercise in workbook.exercises]
+        self.exercises = sorted(
+            (exercise for exercise in every if exercise.kind == "core"), key=lambda exercise: exercise.step
+        )
+        self.extras = len(every) - len(self.exercises)
+        still_open = [exercise for workbook in self.workbooks for exercise in workbook.open]
+        self.open = [exercise for exercise in self.exercises if exercise in still_open]
+
+    def bar(self) -> str:
+        """Return the progress in a line."""
+        count = len(self.exercises)
+        done = count - len(self.open)
+        return f"Core path: [{'#' * done}{'.' * (count - done)}] {done} of {count} exercises done."
+
+    def next_step(self, stage: Path) -> str:
+        """Return a sentence with the next exercise, for somebody in this stage."""
+        if not self.open:
+            page = relative(stage.parent / "YOUR_TRAINING.md")
+            return f"The core path is done. Next: a training of your own, {page}, or an extra exercise."
+        following = self.open[0]
+        to_read = f"{following.name}, {following.minutes} minutes: read {relative(following.readme)}"
+        lessons = self.stages[self.stages.index(stage) + 1 :]
+        if following.stage in lessons:
+            return f"Next: the lesson {relative(lessons[0] / 'README.md')}. Then {to_read}"
+        return f"Next: {to_read}"
+
+
+def main(folder: Path, description: str) -> int:
+    """Do what the command line of the exercises in `folder` asks for; return the exit code.
+
+    Raises:
+        UserError: if there is no such exercise.
+        OSError: if one cannot be written.
+    """
+    parser = Parser(description=description)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        with_name = commands.add_parser(name, help=command.help, description=command.help)
+        with_name.set_defaults(act=command.act)
+        with_name.add_argument("name", help="the exercise: its name or number")
+    args = parser.parse_args()
+    workbook = Workbook(folder)
+    for exercise in workbook.exercises:
+        exercise.begin()
+    if args.command:
+        return args.act(workbook, workbook.find(args.name))
+    print_line(f"{workbook.listed()}\n\n{_progress(workbook)}")
+    return 0
+
+
+def _progress(workbook: Workbook) -> str:
+    stage = workbook.folder.parent
+    path = CorePath(stage.parent)
+    return f"{path.bar()}\n{path.next_step(stage)}"
+
+
+def _check(workbook: Workbook, exercise: Exercise) -> int:
+    try:
+        conclusion = exercise.check()
+    except Wrong as wrong:
+        print_line(f"{exercise.name}: not yet.\n{wrapped(str(wrong))}\n")
+        hint = _command_line(workbook, "hint", exercise)
+        print_line(f"Your files are in {relative(exercise.workspace.folder)}. For a hint: {hint}")
+        return 1
+    # Another terminal may have changed it during the check.
+    workbook.read()
+    if exercise.name not in workbook.done:
+        workbook.done.append(exercise.name)
+    print_line(f"{exercise.name}: done.\n{wrapped(conclusion)}\n")
+    workbook.save()
+    print_line(_progress(workbook))
+    return 0
+
+
+def _hint(workbook: Workbook, exercise: Exercise) -> int:
+    most = len(exercise.hints)
+    number = min(workbook.hints.get(exercise.name, 0) + 1, most)
+    workbook.hints[exercise.name] = number
+    print_line(f"{exercise.name}, hint {number} of {most}:\n{wrapped(exercise.hints[number - 1])}")
+    workbook.save()
+    if number == most:
+        print_line(
+            f"\nThat was the last hint. For the solution: {_command_line(workbook, 'solution', exercise)}"
+        )
+    return 0
+
+
+def _reset(_: Workbook, exercise: Exercise) -> int:
+    folder = exercise.workspace.folder
+    if folder.exists():
+        print_line(f"What you wrote is kept in {relative(folder.rename(_unused(folder)))}.")
+    exercise.begin()
+    print_line(f"{exercise.name}: the starter is in {relative(folder)} again.")
+    return 0
+
+
+def _recorded(_: Workbook, exercise: Exercise) -> int:
+    """Copy the recorded runs to the place of the learner's own, which are kept under another name."""
+    recorded = exercise.program.get("RECORDED")
+    if not recorded:
+        raise UserError(f"there are no recorded runs for {exercise.name}, which needs none.")
+    repository = exercise.folder.parents[2]
+    runs = exercise.workspace.folder / "runs"
+    if runs.exists():
+        kept = runs.rename(_unused(exercise.workspace.folder / "own-runs"))
+        print_line(f"Your own runs are kept in {relative(kept)}.")
+    runs.mkdir()
+    for name, run_ids in recorded.items():
+        path = repository / name
+        if path.is_dir():
+            shutil.copytree(path, runs, dirs_exist_ok=True)
+        elif path.suffix == ".csv":
+            _copy_runs(path, runs, run_ids)
+        else:
+            shutil.copy(path, runs)
+    print_line(f"{exercise.name}: the recorded runs are in {relative(runs)}.")
+    return 0
+
+
+def _copy_runs(path: Path, folder: Path, run_ids: list[str]) -> None:
+    """Write the rows of these runs, or of all, in the CSV at `path` to a CSV for each run in `folder`."""
+    for run_id, rows in records.by_run(records.read(path)).items():
+        if not run_ids or run_id in run_ids:
+            records.put_table(folder / f"{run_id}.csv", records.COLUMNS, rows)
+
+
+def _solution(_: Workbook, exercise: Exercise) -> int:
+    print_line(exercise.diff() or f"Your files of {exercise.name} are equal to those of the solution.")
+    return 0
+
+
+class Command(NamedTuple):
+    """A command of check.py."""
+
+    act: Callable[[Workbook, Exercise], int]  # returns the exit code
+    help: str
+
+
+COMMANDS = {
+    "check": Command(_check, help="check what you did"),
+    "hint": Command(_hint, help="show the next of three hints"),
+    "reset": Command(_reset, help="put the starter back; what you wrote is kept under a different name"),
+    "recorded": Command(_recorded, help="use our recorded runs instead of your own"),
+    "solution": Command(_solution, help="show how your files differ from the solution"),
+}
+
+
+def _command_line(workbook: Workbook, command: str, exercise: Exercise) -> str:
+    return f"python {relative(workbook.folder / 'check.py')} {command} {exercise.name}"
+
+
+def _unused(path: Path) -> Path:
+    """Return `path` with the first number that no other file has."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    return next(candidate for candidate in numbered if not candidate.exists())
+
+
+def wrapped(text: str) -> str:
+    """Indent a text for the learner, and wrap long lines."""
+    lines = (textwrap.fill(line, 110, break_on_hyphens=False) for line in text.splitlines())
+    return textwrap.indent("\n".join(lines), "  ")
+
+
+def relative(path: Path) -> str:
+    """Return the path from the current folder, or from the root where that is shorter."""
+    return min(os.path.relpath(path), str(path), key=len)
