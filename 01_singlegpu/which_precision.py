@@ -8,15 +8,19 @@ import statistics
 import torch
 import torch.nn.functional as F
 
-from manygpus.config.options import Options, parse_options
+from manygpus import (
+    Net,
+    Options,
+    UserError,
+    build_optimizer,
+    entrypoint,
+    init_single_process,
+    parse_options,
+    set_float32_precision,
+    tune_process,
+)
 from manygpus.devices import accelerator_of, is_gpu
-from manygpus.distributed.process_group import init_single_process
-from manygpus.errors import UserError, entrypoint
 from manygpus.training import clock
-from manygpus.training.model import Net
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.tuning import tune_process
 
 TURNS = 5  # of all precisions, one after the other: a busy moment of the machine affects all of them
 STEPS_ON_GPU = 50  # in a row, as a GPU works through a queue

@@ -15,20 +15,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manygpus import errors
-from manygpus.config.command_line import at_least
-from manygpus.config.options import Options, option, parse_options
-from manygpus.data.datasets import load_dataset
-from manygpus.data.loaders import augmentation, eval_loader, train_loader
-from manygpus.devices import take_all_gpus
-from manygpus.distributed.process_group import init_single_process
-from manygpus.errors import entrypoint
-from manygpus.training.evaluation import evaluate
-from manygpus.training.model import Net
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.tuning import tune_process
+from manygpus import (
+    Net,
+    Options,
+    Run,
+    at_least,
+    augmentation,
+    build_optimizer,
+    entrypoint,
+    errors,
+    eval_loader,
+    evaluate,
+    init_single_process,
+    load_dataset,
+    option,
+    parse_options,
+    set_float32_precision,
+    take_all_gpus,
+    train_loader,
+    tune_process,
+)
 
 
 @dataclass(frozen=True)

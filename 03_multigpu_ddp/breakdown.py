@@ -19,19 +19,26 @@ from beyond.by_feature.by_hand_overlap import Buckets
 from torch import nn
 from torch.profiler import profile
 
-from manygpus import errors, files
-from manygpus.config.command_line import at_least
-from manygpus.config.options import Options, option, parse_options
-from manygpus.data.datasets import load_dataset
-from manygpus.data.loaders import augmentation, train_loader
+from manygpus import (
+    DistEnv,
+    Net,
+    Options,
+    at_least,
+    augmentation,
+    build_optimizer,
+    destroy_distributed,
+    entrypoint,
+    errors,
+    files,
+    init_distributed,
+    load_dataset,
+    option,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
 from manygpus.distributed import process_group
-from manygpus.distributed.launchers import DistEnv
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import entrypoint
-from manygpus.training.model import Net
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.tuning import tune_process
 
 STEPS = 10  # timed in a row, as a GPU works through a queue
 TRACED_STEPS = 3

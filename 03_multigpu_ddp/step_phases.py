@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from manygpus.config.options import Options
+from manygpus import DistEnv, Options
 from manygpus.devices import between, moment, wait_for
 from manygpus.distributed import process_group
-from manygpus.distributed.launchers import DistEnv
 from manygpus.errors import print_line
 from manygpus.files import explained
 from manygpus.record.records import put_table

@@ -5,7 +5,7 @@ Try: python exercises/check.py
 
 from pathlib import Path
 
-from manygpus.errors import entrypoint
+from manygpus import entrypoint
 from manygpus.workshop import exercises
 
 

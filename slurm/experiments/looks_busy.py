@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from manygpus import errors
-from manygpus.config.command_line import Parser, above_0
+from manygpus import above_0, errors
+from manygpus.config.command_line import Parser
 
 WAYS = {
     "wait": "sleeps",

@@ -20,9 +20,9 @@ import pandas as pd
 import torch
 from ladder import RUNGS
 
-from manygpus import errors
+from manygpus import at_least, errors
 from manygpus.compare.page import markdown
-from manygpus.config.command_line import Parser, at_least
+from manygpus.config.command_line import Parser
 from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.data import staging
 from manygpus.devices import accelerator_of, device_name

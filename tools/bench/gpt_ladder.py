@@ -20,9 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from manygpus import files
+from manygpus import entrypoint, files
 from manygpus.config.command_line import Parser, one_of
-from manygpus.errors import entrypoint
 from manygpus.record import records
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "03_multigpu_ddp" / "beyond" / "complete"

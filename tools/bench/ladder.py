@@ -14,8 +14,8 @@ from classic_mnist import BATCH
 from classic_mnist import Net as ClassicNet
 from torch import nn
 
+from manygpus import load_dataset
 from manygpus.config.known_datasets import DEFAULT_DIR
-from manygpus.data.datasets import load_dataset
 from manygpus.data.loaders import Batch, DistributedBatchSampler, ResidentBatches
 from manygpus.training.model import Dropout
 from manygpus.tuning import keep_freed_memory

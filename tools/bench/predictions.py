@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from manygpus import at_least, entrypoint
 from manygpus.advice.advice import (
     AS_GOOD,
     BYTES_OF_A_GRADIENT,
@@ -31,8 +32,7 @@ from manygpus.advice.run_set import RunSet, sets
 from manygpus.advice.scaling import Measured, Shape, fit
 from manygpus.compare import comparison
 from manygpus.compare.page import markdown
-from manygpus.config.command_line import Parser, at_least
-from manygpus.errors import entrypoint
+from manygpus.config.command_line import Parser
 from manygpus.files import check_writable
 
 BENCH = Path(__file__).resolve().parent

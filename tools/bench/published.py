@@ -25,6 +25,7 @@ import numpy as np
 import pandas as pd
 from predictions import as_texts
 
+from manygpus import UserError, entrypoint
 from manygpus.advice.advice import (
     AS_GOOD,
     BYTES_OF_A_GRADIENT,
@@ -38,7 +39,6 @@ from manygpus.advice.run_set import RunSet
 from manygpus.advice.scaling import Scaling, Shape, fit
 from manygpus.compare.page import markdown
 from manygpus.config.command_line import Parser
-from manygpus.errors import UserError, entrypoint
 from manygpus.files import check_writable
 
 BENCH = Path(__file__).resolve().parent

@@ -9,19 +9,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manygpus.config.command_line import at_least
-from manygpus.config.options import Options, option, parse_options
-from manygpus.data.datasets import load_dataset
-from manygpus.data.loaders import augmentation, eval_loader, hold_out, train_loader
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import entrypoint
+from manygpus import (
+    Metric,
+    Net,
+    Options,
+    Run,
+    at_least,
+    augmentation,
+    build_optimizer,
+    destroy_distributed,
+    entrypoint,
+    eval_loader,
+    evaluate,
+    hold_out,
+    init_distributed,
+    load_dataset,
+    option,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
 from manygpus.training.best import Best
-from manygpus.training.evaluation import Metric, evaluate
-from manygpus.training.model import Net
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.tuning import tune_process
 
 
 @dataclass(frozen=True)

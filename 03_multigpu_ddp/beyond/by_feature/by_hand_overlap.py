@@ -10,17 +10,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from manygpus.config.options import Options, option, parse_options
-from manygpus.data.datasets import load_dataset
-from manygpus.data.loaders import augmentation, eval_loader, train_loader
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import entrypoint
-from manygpus.training.evaluation import evaluate
-from manygpus.training.model import Net
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.tuning import tune_process
+from manygpus import (
+    Net,
+    Options,
+    Run,
+    augmentation,
+    build_optimizer,
+    destroy_distributed,
+    entrypoint,
+    eval_loader,
+    evaluate,
+    init_distributed,
+    load_dataset,
+    option,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
 
 BUCKET_GRADIENTS = 2**18  # 1 MB of float32; a bucket is sent when it has at least this many
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manygpus import UserError
 from manygpus.devices import accelerator_of, keeping_random_numbers
-from manygpus.errors import UserError, first_line
+from manygpus.errors import first_line
 
 
 def check(model: nn.Module) -> None:

@@ -12,22 +12,31 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from manygpus import errors
-from manygpus.config.options import Options, option, parse_options
-from manygpus.data.datasets import load_dataset
-from manygpus.data.loaders import augmentation, eval_loader, train_loader
+from manygpus import (
+    DistEnv,
+    Net,
+    Options,
+    Run,
+    Sharded,
+    UserError,
+    augmentation,
+    build_optimizer,
+    destroy_distributed,
+    entrypoint,
+    errors,
+    eval_loader,
+    evaluate,
+    init_distributed,
+    load_dataset,
+    option,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
 from manygpus.distributed import process_group
-from manygpus.distributed.launchers import DistEnv
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import UserError, entrypoint
-from manygpus.training.evaluation import evaluate
 from manygpus.training.kept_memory import kept_bytes
-from manygpus.training.model import Net
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.training.sharded import Sharded, check_pytorch
-from manygpus.tuning import tune_process
+from manygpus.training.sharded import check_pytorch
 
 
 @dataclass(frozen=True)

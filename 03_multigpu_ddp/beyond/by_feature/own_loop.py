@@ -18,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
-from manygpus.data.samplers import ResumableSampler
-from manygpus.signals import obey_the_trainer
-from manygpus.training.checkpoint import Checkpointer
+from manygpus import Checkpointer, ResumableSampler, obey_the_trainer
 
 DATA = Path(__file__).resolve().parents[3] / "data"  # where `make data` puts MNIST
 

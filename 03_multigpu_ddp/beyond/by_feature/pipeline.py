@@ -11,19 +11,30 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from manygpus.config.command_line import at_least, check_divides
-from manygpus.config.options import Options, float32_precision, option, parse_options
-from manygpus.data.datasets import load_dataset
-from manygpus.data.loaders import augmentation, eval_loader, train_loader
-from manygpus.distributed.launchers import DistEnv
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import UserError, entrypoint
-from manygpus.training.evaluation import evaluate
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.training.sharded import Sharded, check_pytorch
-from manygpus.tuning import tune_process
+from manygpus import (
+    DistEnv,
+    Options,
+    Run,
+    Sharded,
+    UserError,
+    at_least,
+    augmentation,
+    build_optimizer,
+    check_divides,
+    destroy_distributed,
+    entrypoint,
+    eval_loader,
+    evaluate,
+    float32_precision,
+    init_distributed,
+    load_dataset,
+    option,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
+from manygpus.training.sharded import check_pytorch
 
 BLOCKS = 8  # of the whole network, over all stages
 PIXELS = 28 * 28  # of an image

@@ -20,10 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 from torchvision import datasets, transforms
 
-from manygpus.data.samplers import ResumableSampler
-from manygpus.signals import obey_the_trainer
-from manygpus.training.checkpoint import Checkpointer
-from manygpus.training.recorder import Recorder
+from manygpus import Checkpointer, Recorder, ResumableSampler, obey_the_trainer
 
 DATA = Path(__file__).resolve().parents[3] / "data"  # where `make data` puts MNIST
 

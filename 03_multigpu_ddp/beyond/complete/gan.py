@@ -10,15 +10,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manygpus.config.command_line import above_0
-from manygpus.config.options import Options, float32_precision, option, parse_options
-from manygpus.data.datasets import load_dataset
-from manygpus.data.loaders import train_loader
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import entrypoint
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.tuning import tune_process
+from manygpus import (
+    Options,
+    Run,
+    above_0,
+    destroy_distributed,
+    entrypoint,
+    float32_precision,
+    init_distributed,
+    load_dataset,
+    option,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
 
 NOISE = 64  # random numbers from which an image is made
 

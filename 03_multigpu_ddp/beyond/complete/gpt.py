@@ -9,15 +9,18 @@ import torch
 from gpt_model import GPTOptions, build_model, build_optimizer, compile_blocks, loss_of, run_name
 from torch import nn
 
-from manygpus import errors
-from manygpus.config.options import parse_options
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import entrypoint
+from manygpus import (
+    Run,
+    destroy_distributed,
+    entrypoint,
+    errors,
+    evaluate,
+    init_distributed,
+    parse_options,
+    set_float32_precision,
+    tune_process,
+)
 from manygpus.training.best import Best
-from manygpus.training.evaluation import evaluate
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.tuning import tune_process
 
 
 @entrypoint

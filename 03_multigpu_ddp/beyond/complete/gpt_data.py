@@ -14,12 +14,11 @@ from random import Random
 import numpy as np
 import torch
 
-from manygpus import errors, files
-from manygpus.config.options import Options, check_sizes
+from manygpus import DistEnv, Options, errors, files
+from manygpus.config.options import check_sizes
 from manygpus.data.loaders import Batch, Batches, DistributedBatchSampler, RankSampler, UnpaddedEvalSampler
 from manygpus.devices import is_gpu
 from manygpus.distributed import process_group
-from manygpus.distributed.launchers import DistEnv
 
 SHARD_TOKENS = 2**18
 TOKEN_BYTES = 2  # uint16

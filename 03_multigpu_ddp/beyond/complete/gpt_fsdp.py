@@ -12,16 +12,20 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from manygpus import errors
-from manygpus.config.options import parse_options
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import entrypoint
+from manygpus import (
+    Run,
+    Sharded,
+    destroy_distributed,
+    entrypoint,
+    errors,
+    evaluate,
+    init_distributed,
+    parse_options,
+    set_float32_precision,
+    tune_process,
+)
 from manygpus.training.best import Best
-from manygpus.training.evaluation import evaluate
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.training.sharded import Sharded, check_pytorch
-from manygpus.tuning import tune_process
+from manygpus.training.sharded import check_pytorch
 
 
 @entrypoint

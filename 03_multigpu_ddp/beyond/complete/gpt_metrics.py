@@ -8,9 +8,9 @@ from gpt_model import GPTOptions
 from gpu_peaks import peak
 from torch import nn
 
+from manygpus import DistEnv, Metric
 from manygpus.devices import device_name
-from manygpus.distributed.launchers import DistEnv
-from manygpus.training.evaluation import Metric, Trained
+from manygpus.training.evaluation import Trained
 from manygpus.training.kept_memory import kept_bytes
 
 FLOPS_PER_TFLOPS = 1e12

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from manygpus.config.command_line import above_0, at_least
-from manygpus.config.options import MOST_IMAGES, Options, option
-from manygpus.errors import UserError
+from manygpus import Options, UserError, above_0, at_least, option
+from manygpus.config.options import MOST_IMAGES
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from manygpus.config.command_line import above_0
-from manygpus.config.options import Options, option, parse_options
-from manygpus.data.loaders import eval_loader, generator, train_loader
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import entrypoint
-from manygpus.training.evaluation import evaluate
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.tuning import tune_process
+from manygpus import (
+    Options,
+    Run,
+    above_0,
+    destroy_distributed,
+    entrypoint,
+    eval_loader,
+    evaluate,
+    init_distributed,
+    option,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
+from manygpus.data.loaders import generator
 
 
 class Sums(torch.utils.data.Dataset):

@@ -14,16 +14,24 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 from torchvision.models import resnet18
 
-from manygpus.config.command_line import above_0, at_least
-from manygpus.config.options import Options, option, parse_options
-from manygpus.data.loaders import eval_loader, train_loader
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import UserError, entrypoint
-from manygpus.training.evaluation import evaluate
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
+from manygpus import (
+    Options,
+    Run,
+    UserError,
+    above_0,
+    at_least,
+    destroy_distributed,
+    entrypoint,
+    eval_loader,
+    evaluate,
+    init_distributed,
+    option,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
 from manygpus.training.sync_on_cpu import SyncOnCPU
-from manygpus.tuning import tune_process
 
 
 @dataclass(frozen=True)

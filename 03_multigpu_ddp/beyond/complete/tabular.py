@@ -12,18 +12,26 @@ from tabular_data import CATEGORIES, CLASSES, NUMBERS, balanced_weights, load
 from tabular_metrics import Counts, in_one_line
 from torch import nn
 
-from manygpus import errors
-from manygpus.config.command_line import at_least, check_divides
-from manygpus.config.options import Options, float32_precision, option, parse_options
-from manygpus.data.loaders import eval_loader, train_loader
+from manygpus import (
+    Options,
+    Run,
+    at_least,
+    build_optimizer,
+    check_divides,
+    destroy_distributed,
+    entrypoint,
+    errors,
+    eval_loader,
+    evaluate,
+    float32_precision,
+    init_distributed,
+    option,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
 from manygpus.distributed import process_group
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import entrypoint
-from manygpus.training.evaluation import evaluate
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.tuning import tune_process
 
 VECTOR = 4  # learned numbers for each category
 

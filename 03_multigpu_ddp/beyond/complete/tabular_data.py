@@ -6,7 +6,7 @@ classifier is therefore often wrong. It can only know how likely each state is.
 
 import torch
 
-from manygpus.data.datasets import InMemoryDataset
+from manygpus import InMemoryDataset
 
 CLASSES = ("fine", "worn", "failing")  # about 67, 30 and 3 % of the rows
 NUMBERS = 8  # columns with readings of sensors

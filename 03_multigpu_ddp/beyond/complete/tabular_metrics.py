@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from manygpus import Metric
 from manygpus.distributed import process_group
-from manygpus.training.evaluation import Metric
 
 BINS = 10  # bins of confidence, for the calibration
 

@@ -12,16 +12,23 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import NegativeBinomial
 
-from manygpus.config.options import Options, float32_precision, option, parse_options
-from manygpus.data.datasets import InMemoryDataset
-from manygpus.data.loaders import eval_loader, train_loader
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import entrypoint
-from manygpus.training.evaluation import evaluate
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.tuning import tune_process
+from manygpus import (
+    InMemoryDataset,
+    Options,
+    Run,
+    build_optimizer,
+    destroy_distributed,
+    entrypoint,
+    eval_loader,
+    evaluate,
+    float32_precision,
+    init_distributed,
+    option,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
 
 GENES = 200
 PLATES = 3

@@ -19,18 +19,23 @@ import torch.nn.functional as F
 from measuring import DEVICE, Table, wait
 from torch.profiler import ProfilerActivity, profile
 
+from manygpus import (
+    DistEnv,
+    InMemoryDataset,
+    Net,
+    Run,
+    build_optimizer,
+    load_dataset,
+    normalize,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+)
 from manygpus.config import options
 from manygpus.config.known_datasets import DEFAULT_DIR
-from manygpus.config.options import parse_options
 from manygpus.data import loaders as batches
-from manygpus.data.datasets import InMemoryDataset, load_dataset, normalize
-from manygpus.data.loaders import Batches, DistributedBatchSampler, ResidentBatches, train_loader
+from manygpus.data.loaders import Batches, DistributedBatchSampler, ResidentBatches
 from manygpus.distributed import process_group
-from manygpus.distributed.launchers import DistEnv
-from manygpus.training.model import Net
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
 
 COLUMNS = ["batch", "precision", "kind", "what", "ms", "least_ms", "most_ms", "gpu_ms", "gpu_kernels"]
 SHAPES = {"128": (128, "tf32"), "1024": (1024, "bf16"), "4": (4, "fp32")}

@@ -11,19 +11,26 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from manygpus import errors
-from manygpus.config.options import Options, parse_options
-from manygpus.data.datasets import load_dataset
-from manygpus.data.loaders import Batch, augmentation, eval_loader, train_loader
-from manygpus.distributed.launchers import DistEnv
-from manygpus.distributed.process_group import destroy_distributed, init_distributed
-from manygpus.errors import entrypoint
-from manygpus.training.evaluation import evaluate
-from manygpus.training.model import Net
-from manygpus.training.optim import build_optimizer
-from manygpus.training.precision import set_float32_precision
-from manygpus.training.run import Run
-from manygpus.tuning import tune_process
+from manygpus import (
+    DistEnv,
+    Net,
+    Options,
+    Run,
+    augmentation,
+    build_optimizer,
+    destroy_distributed,
+    entrypoint,
+    errors,
+    eval_loader,
+    evaluate,
+    init_distributed,
+    load_dataset,
+    parse_options,
+    set_float32_precision,
+    train_loader,
+    tune_process,
+)
+from manygpus.data.loaders import Batch
 
 try:
     from lightning.pytorch import LightningModule, Trainer
