@@ -10,10 +10,10 @@ try:
     import submitit
 
     from manygpus import errors
-    from manygpus.jobs import submission
-    from manygpus.jobs.following import Handle, follow
-    from manygpus.jobs.request import Request
-    from manygpus.jobs.training import Training
+    from manygpus.jobs.inside.job_task import Training
+    from manygpus.jobs.submit import submission
+    from manygpus.jobs.submit.request import Request
+    from manygpus.jobs.watch.job_status import Handle, follow
 except ImportError:
     # Where the environment of a different project is active, the kit's own Python takes over.
     run_path(str(Path(__file__).resolve().parents[1] / "manygpus" / "kit_python.py"))["take_over"]()

@@ -16,7 +16,7 @@ from manygpus.errors import print_line
 from manygpus.files import explained
 from manygpus.record.records import put_table
 from manygpus.training import clock
-from manygpus.training.facts import of_start
+from manygpus.training.run_facts import of_start
 
 TIMED = ("data", "forward", "backward", "optimizer")  # what a clock on one rank can time
 MOST_APART = 0.05  # the most that the sum of the phases may differ from the step, as a share of it

@@ -15,27 +15,27 @@ if sys.version_info < (3, 10):  # noqa: UP036
 
 # Module -> its names; __init__.pyi says the same to editors and type checkers.
 _NAMES_OF = {
+    "checkpoint.checkpointer": ("Checkpointer",),
+    "checkpoint.sharded": ("Sharded",),
     "config.command_line": ("above_0", "at_least", "check_divides"),
     "config.options": ("Options", "float32_precision", "option", "parse_options"),
     "data.datasets": ("InMemoryDataset", "load_dataset", "normalize"),
     "data.loaders": ("augmentation", "eval_loader", "hold_out", "train_loader"),
     "data.samplers": ("ResumableSampler",),
     "devices": ("take_all_gpus",),
-    "distributed.launchers": ("DistEnv",),
     "distributed.process_group": ("destroy_distributed", "init_distributed", "init_single_process"),
     "errors": ("UserError", "entrypoint"),
+    "launchers": ("DistEnv",),
+    "network.model": ("Net",),
+    "network.optim": ("build_optimizer",),
     "record.loggers": ("Logger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"),
     "signals": ("obey_the_trainer",),
-    "training.checkpoint": ("Checkpointer",),
     "training.early_stopping": ("EarlyStopping",),
     "training.evaluation": ("Metric", "evaluate"),
-    "training.model": ("Net",),
-    "training.optim": ("build_optimizer",),
     "training.precision": ("set_float32_precision",),
     "training.recorder": ("Recorder",),
     "training.run": ("Run",),
-    "training.sharded": ("Sharded",),
-    "tuning": ("tune_process",),
+    "training.tuning": ("tune_process",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 __all__ = list(_MODULE_OF)

@@ -17,8 +17,8 @@ from types import ModuleType
 
 import torch
 
-from manygpus.distributed.launchers import DistEnv
 from manygpus.errors import UserError, explain, first_line
+from manygpus.launchers import DistEnv
 
 PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
 GIBIBYTE = 2**30

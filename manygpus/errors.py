@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from manygpus.distributed.launchers import rank_of
 from manygpus.job_folder import note
+from manygpus.launchers import rank_of
 from manygpus.signals import STOP_SIGNALS
 
 REPOSITORY = Path(__file__).resolve().parents[1]

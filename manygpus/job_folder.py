@@ -7,14 +7,14 @@
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
 | `script.json` | the script that the job runs, its arguments, and the commit of its code (`Script`) |
-| `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/ending.py |
+| `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/inside/outcome_rules.py |
 | `earlier-outcome.json` | how the start before has ended, while the next one runs |
 | `ended-for-good` | the job has ended well, and does nothing more if Slurm starts it again |
-| `checkpoints`, `monitor` | the files of training/checkpoint.py; the samples (monitor/samples.py) |
-| `plain` | the job's script does not use the kit (jobs/plain.py); it may write `stopped` itself |
+| `checkpoints`, `monitor` | the files of checkpoint/checkpointer.py; the samples (monitor/samples.py) |
+| `plain` | the job's script does not use the kit (jobs/inside/run_plain.py); it may write `stopped` itself |
 
 `prepare` makes it ready for each start of the job. srun often reports an exit code other than the failed
-rank's, and a log mixes the ranks' lines. From the notes jobs/why.py finds which rank it was; a rank that is
+rank's, and a log mixes the ranks' lines. From the notes jobs/inside/failure_reason.py finds which rank it was; a rank that is
 still "started" after the end was killed.
 """
 
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from manygpus.distributed.launchers import node, rank_of
+from manygpus.launchers import node, rank_of
 
 VARIABLE = "MANYGPUS_JOB_DIR"  # the environment variable with the path of this process's job
 PLAIN = "plain"
@@ -197,7 +197,7 @@ class Script:
         run_name: that of its run in a sweep; "" if it is of none.
         job_name: of the job in Slurm; "" without Slurm.
         log: the path of the job's log; "" if it is not known.
-        when_requeued: the words of --when-requeued (jobs/program.py); None if its user has given none.
+        when_requeued: the words of --when-requeued (jobs/user_program.py); None if its user has given none.
     """
 
     path: str

@@ -1,7 +1,7 @@
 """Check whether jobs can work here, before one fails: python slurm/doctor.py --help
 
 Any Python from 3.10 on will do, without packages, and an older one if .venv is there: the job's own
-environment is among the things looked at. So manygpus/doctor/cli.py is started from here, in whose
+environment is among the things looked at. So manygpus/jobs/doctor/cli.py is started from here, in whose
 folder manygpus is found.
 """
 
@@ -18,4 +18,4 @@ if __name__ == "__main__":
     os.environ["MANYGPUS_USER_FOLDER"] = str(Path.cwd())
     # `-m` looks in the current folder first, before it finds any other manygpus.
     os.chdir(Path(__file__).resolve().parents[1])
-    os.execv(sys.executable, [sys.executable, "-m", "manygpus.doctor.cli", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "manygpus.jobs.doctor.cli", *sys.argv[1:]])

@@ -8,5 +8,5 @@ source "$SLURM_SUBMIT_DIR/job_env.sh"
 # Every check of a rank has a time limit, so each rank ends by itself, and a failed one does not end the others
 # (--kill-on-bad-exit=0). --wait is for a rank that hangs nevertheless.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=540 "${SITE_SRUN_ARGS[@]}" \
-    "${SITE_CONTAINER[@]}" "$1" -m manygpus.doctor.checkup \
+    "${SITE_CONTAINER[@]}" "$1" -m manygpus.jobs.doctor.checkup \
     --data-dir "$MANYGPUS_DATA_DIR" --results-dir "$MANYGPUS_RESULTS_DIR" "${@:2}"

@@ -4,8 +4,8 @@
 # train (unless SITE_MONITOR is off). When the job script ends, `finish` ends the monitor, and requeues a job that
 # has saved after a signal.
 #
-# Python makes the decisions (manygpus/jobs/in_job.py): how the job begins (manygpus/jobs/beginning.py), why it
-# failed, and which exit code it has (manygpus/jobs/ending.py).
+# Python makes the decisions (manygpus/jobs/inside/in_job.py): how the job begins (manygpus/jobs/inside/start_plan.py), why it
+# failed, and which exit code it has (manygpus/jobs/inside/outcome_rules.py).
 #
 # `choose_training` prints which script the job runs; a job of submit.py calls `tell_script` instead.
 #
@@ -13,7 +13,7 @@
 # `choose_training` sets TRAINING. For the ranks it exports MASTER_ADDR and MASTER_PORT.
 #
 # If the first argument of the job script is --plain, or an option that belongs to --plain, the arguments name a
-# script that knows nothing of the kit (manygpus/jobs/program.py). A sweep sets `name_in_sweep`, and `array_of_runs`
+# script that knows nothing of the kit (manygpus/jobs/user_program.py). A sweep sets `name_in_sweep`, and `array_of_runs`
 # if it submits several runs as an array.
 
 launcher=srun         # what starts the ranks; slurm_submit_torchrun.sh sets torchrun
@@ -55,10 +55,10 @@ watching=$MANYGPUS_JOB_DIR/monitor
 # If this start fails before Python runs, nobody must read the outcome of an earlier start.
 rm -f "$MANYGPUS_JOB_DIR/outcome.json"
 plain=""
-proctrack="" # of a plain script: how Slurm finds the processes that it signals (manygpus/jobs/plain.py)
+proctrack="" # of a plain script: how Slurm finds the processes that it signals (manygpus/jobs/inside/run_plain.py)
 case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node) plain=1 ;; esac
 if [[ $plain ]]; then
-    # `python -m` must not import a queue.py from the folder of the script. jobs/plain.py unsets this.
+    # `python -m` must not import a queue.py from the folder of the script. jobs/inside/run_plain.py unsets this.
     export PYTHONSAFEPATH=1
     proctrack=$(scontrol show config 2>/dev/null | sed -n 's/^ProctrackType *= proctrack.//p') || proctrack=""
 else
@@ -70,13 +70,13 @@ fi
 export PYTHONUNBUFFERED=${PYTHONUNBUFFERED-1}
 
 # USR2 and SIGTERM ask a rank to save a checkpoint and stop. They are held back until it can
-# (manygpus/training/checkpoint.py); otherwise they would kill Python while it starts.
+# (manygpus/checkpoint/checkpointer.py); otherwise they would kill Python while it starts.
 hold_signals=(env "--block-signal=USR2,TERM")
 if ! "${hold_signals[@]}" true 2>/dev/null; then # before coreutils 8.31, as in RHEL 8
     hold_signals=(bash -c 'trap "" USR2; exec "$@"' bash)
 fi
 # A container may not pass on the environment. With the first two variables a rank finds its job's folder, and refuses
-# to train alone if it does not know the other ranks (manygpus/distributed/launchers.py).
+# to train alone if it does not know the other ranks (manygpus/launchers.py).
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}"
     env "MANYGPUS_JOB_DIR=$MANYGPUS_JOB_DIR" MANYGPUS_STARTED_BY=srun ${proctrack:+"MANYGPUS_PROCTRACK=$proctrack"})
 
@@ -103,13 +103,13 @@ printed() {
 }
 
 # --- what Python decides ----------------------------------------------------------------------------
-# Ask manygpus/jobs/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION NAME=VALUE... What it has to know is its
+# Ask manygpus/jobs/inside/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION NAME=VALUE... What it has to know is its
 # input, as `ps` would show a command line to everybody. Python's time is limited, because a Python that hangs, for
 # instance in a file system, must not hold a node. If only the site's container has Python, it is asked there, in a
 # step, with a limit of its own. Slurm starts no step in a job that is being requeued.
 in_job() {
     local seconds=$1 seconds_in_container=$2
-    local ask=(env PYTHONSAFEPATH=1 python -m manygpus.jobs.in_job "$3")
+    local ask=(env PYTHONSAFEPATH=1 python -m manygpus.jobs.inside.in_job "$3")
     shift 3
     timeout --signal=KILL "$seconds" "${ask[@]}" < <(in_job_input "$@") && return
     [[ -z $requeued ]] || return 1
@@ -210,7 +210,7 @@ choose_training() {
     local script=$1 correction="correct its name"
     shift
     if [[ $plain ]]; then
-        TRAINING=(-m manygpus.jobs.plain "$@")
+        TRAINING=(-m manygpus.jobs.inside.run_plain "$@")
         tell_script "$@"
         return
     fi

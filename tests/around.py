@@ -27,8 +27,8 @@ from torch.nn.parallel import _functions, comm, scatter_gather
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manygpus.training import model
-from manygpus.training.stop_signal import Agreement
+from manygpus.checkpoint.stop_signal import Agreement
+from manygpus.network import model
 
 # .item(), nonzero(), selections by a mask: the CPU needs to know numbers, or how many there are.
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"}

@@ -39,7 +39,7 @@ PRETENDED = """
 import os, sys, time
 from manygpus import errors
 from manygpus.config import options
-from manygpus.distributed import launchers
+from manygpus import launchers
 from manygpus.record import records
 
 SPEEDS = {4096: 300_000, 8192: 310_000}

@@ -21,7 +21,7 @@ from scheduling import GroupedTests
 
 from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.data import staging
-from manygpus.jobs import local, stages
+from manygpus.jobs import local_job, stages
 from manygpus.record import records
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def _gpus() -> str:
     """Those that PyTorch can use, by their numbers; asked of another process, which then gives them back."""
-    if not any(next(Path("/dev").glob(name), None) for name in local.GPU_DEVICES):
+    if not any(next(Path("/dev").glob(name), None) for name in local_job.GPU_DEVICES):
         return ""
     program = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     count = int(subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True).stdout)
-    chosen = next((os.environ[name] for name in local.VISIBLE if os.environ.get(name)), None)
+    chosen = next((os.environ[name] for name in local_job.VISIBLE if os.environ.get(name)), None)
     numbers = chosen.split(",") if chosen else list(map(str, range(count)))
     return ",".join(numbers[:count])
 

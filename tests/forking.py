@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from manygpus.distributed import launchers
+from manygpus import launchers
 
 SERVER = Path(__file__).with_name("fork_server.py")
 

@@ -19,14 +19,16 @@ from manygpus.config import options
 from manygpus.config.command_line import Parser, at_least, given_path
 from manygpus.config.known_datasets import DATASETS
 from manygpus.data import staging
-from manygpus.distributed.launchers import job_id
 from manygpus.errors import UserError, entrypoint, print_line
-from manygpus.jobs import local, slurm, submission, sweep_execution
-from manygpus.jobs.request import read_options
+from manygpus.jobs import local_job, slurm
 from manygpus.jobs.site import Site, read_site
 from manygpus.jobs.stages import STAGES
-from manygpus.jobs.sweep import Sweep
-from manygpus.jobs.sweep_plan import BOTH, STRONG, Grid, PlannedRun
+from manygpus.jobs.submit import submission
+from manygpus.jobs.submit.request import read_options
+from manygpus.jobs.sweeps import execution
+from manygpus.jobs.sweeps.plan import BOTH, STRONG, Grid, PlannedRun
+from manygpus.jobs.sweeps.sweep import Sweep
+from manygpus.launchers import job_id
 from manygpus.record import records
 from manygpus.record.columns import DDP, DP, SINGLE
 
@@ -109,7 +111,7 @@ def _find_devices(arguments: argparse.Namespace, opts: options.Options, site: Si
     # In a job its GPUs are meant.
     asks_slurm = not on_this_machine and not job_of_shell
     gpus_of_a_node = _gpus_of_a_node(site) if asks_slurm else 0
-    gpus_here = 0 if gpus_of_a_node or opts.no_cuda else local.gpus_here()
+    gpus_here = 0 if gpus_of_a_node or opts.no_cuda else local_job.gpus_here()
     available = gpus_of_a_node or gpus_here or len(os.sched_getaffinity(0))
     if arguments.workers and arguments.workers > available:
         raise UserError(f"--workers {arguments.workers} is more than the {available} found here: lower it.")
@@ -121,9 +123,9 @@ def _make_sweep(
     arguments: argparse.Namespace, opts: options.Options, passed_on: list[str], site: Site, devices: Devices
 ) -> Sweep:
     dataset = _find_data(opts)
-    epochs = arguments.epochs or (GPU_EPOCHS if devices.are_gpus else sweep_execution.EPOCHS)
+    epochs = arguments.epochs or (GPU_EPOCHS if devices.are_gpus else execution.EPOCHS)
     folder = arguments.out or opts.results_dir / "comparisons" / datetime.now().strftime("%Y%m%d-%H%M%S")
-    minutes = local.DAY_MINUTES
+    minutes = local_job.DAY_MINUTES
     if devices.in_slurm:
         minutes = site.minutes or submission.DEFAULT_MINUTES
         print_line("Slurm found: the runs go as jobs; --local runs them on this machine")
@@ -147,7 +149,7 @@ def _compare_on_cores(compared: Sweep, workers: int, batch: int, arguments: argp
         repeats=arguments.repeats or 1,
     )
     runs, _ = compared.planned(grid)
-    return sweep_execution.run(compared, runs, max_jobs=1, report=_report)
+    return execution.run(compared, runs, max_jobs=1, report=_report)
 
 
 def _compare_on_gpus(compared: Sweep, gpus: int, batch: int, arguments: argparse.Namespace) -> int:
@@ -179,15 +181,15 @@ def _compare_on_gpus(compared: Sweep, gpus: int, batch: int, arguments: argparse
         runs |= dict.fromkeys(of_grid)
     in_order = sorted(runs, key=lambda run: (run.repeat, run.shape.gpus))
     # One job at a time: jobs that share a node could slow each other down.
-    return sweep_execution.run(compared, in_order, max_jobs=1, report=_report, run_seconds=run_seconds)
+    return execution.run(compared, in_order, max_jobs=1, report=_report, run_seconds=run_seconds)
 
 
 def _report(csvs: list[Path], out: Path) -> int:
     """Print the comparison of the runs, and write it to `out`."""
     # They load pandas, which is needed here only: login nodes are slow.
-    from manygpus.advice.advice import Constraints
-    from manygpus.advice.report import page_of_answer
-    from manygpus.compare.report import report
+    from manygpus.reports.advice.answer import page_of_answer
+    from manygpus.reports.advice.choice import Constraints
+    from manygpus.reports.comparison_text import report
 
     print_line(report(csvs, out, answer=page_of_answer(csvs, Constraints())))
     return 0
@@ -205,7 +207,7 @@ def _probe(compared: Sweep, batch: int) -> Probe:
     (run,), _ = alone.planned(grid)
     if not alone.has_finished(run):
         print_line("first, a run on one GPU, which decides the length of an epoch")
-        sweep_execution.finish(alone, [run], 1, compared.folder)
+        execution.finish(alone, [run], 1, compared.folder)
     csvs = alone.finished_csvs(run.name)
     if not csvs:
         raise UserError(
@@ -324,7 +326,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         "--epochs",
         type=at_least(1, MOST_EPOCHS),
         metavar="N",
-        help=f"epochs of a run; the first is a warm-up (GPUs: {GPU_EPOCHS}, CPU: {sweep_execution.EPOCHS})",
+        help=f"epochs of a run; the first is a warm-up (GPUs: {GPU_EPOCHS}, CPU: {execution.EPOCHS})",
     )
     parser.add_argument(
         "--repeats",

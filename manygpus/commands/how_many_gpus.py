@@ -7,10 +7,10 @@ import argparse
 import json
 import math
 
-from manygpus.advice.advice import Constraints, Option, interval
-from manygpus.advice.report import AnswerText, answer_for, report
 from manygpus.config.command_line import Parser, above_0, at_least, duration, given_path, list_of
 from manygpus.errors import REPOSITORY, entrypoint
+from manygpus.reports.advice.answer import AnswerText, answer_for, report
+from manygpus.reports.advice.choice import Constraints, Option, interval
 
 RESULTS = REPOSITORY / "results"
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from manygpus.config.command_line import Parser
 from manygpus.errors import UserError, entrypoint, print_line, print_table
-from manygpus.jobs import job_log, listing
+from manygpus.jobs import job_log
 from manygpus.jobs.site import Site, read_site
+from manygpus.jobs.watch import job_list
 from manygpus.monitor import samples
 from manygpus.monitor.resource_use import CORES, MEMORY, measure_resource_use
 from manygpus.monitor.sampled_job import SampledJob
@@ -46,11 +47,11 @@ def main() -> None:
 
 def _show(site: Site, word: str | None) -> None:
     """Print the jobs, or those that match `word`; of a job that is named by its number also the log's end."""
-    jobs = [job for job in listing.jobs(site) if word is None or job.matches(word)]
+    jobs = [job for job in job_list.jobs(site) if word is None or job.matches(word)]
     if word and not jobs:
         raise UserError(f"no job of this checkout matches {word}: see all with `python slurm/jobs.py`.")
     named = [job for job in jobs if job.number == word]
-    print_table([listing.TITLES, *(job.cells() for job in named or jobs)])
+    print_table([job_list.TITLES, *(job.cells() for job in named or jobs)])
     for job in named:
         if job.log:
             end = job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:]

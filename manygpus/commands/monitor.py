@@ -18,7 +18,8 @@ from manygpus import job_folder
 from manygpus.config.command_line import Parser, at_least, given, given_path
 from manygpus.errors import UserError, entrypoint, print_line
 from manygpus.files import explained
-from manygpus.jobs import job_log, local, why
+from manygpus.jobs import job_log, local_job
+from manygpus.jobs.inside import failure_reason
 from manygpus.jobs.site import read_site
 from manygpus.monitor import samples, watch
 
@@ -39,7 +40,7 @@ def _do_what_is_asked(own_job: str | None) -> int:
     """
     options, command = _parse()
     if command:
-        return watch.run_command(command, read_site().jobs_dir / local.new_name("monitored"))
+        return watch.run_command(command, read_site().jobs_dir / local_job.new_name("monitored"))
     if options.verdict:
         _print_verdict(options.verdict)
     elif options.until:
@@ -126,10 +127,10 @@ def _latest(folders: list[Path], job: str, jobs_dir: Path) -> Path:
 def _sample_job_here(folder: Path, job_id: str) -> None:
     """Sample a job that submit.py has started on this machine; at its end print why it failed, if it did."""
     job = folder.parent
-    watch.sample_job_here(folder, f"job {job_id}", partial(local.has_ended, job_id, job))
+    watch.sample_job_here(folder, f"job {job_id}", partial(local_job.has_ended, job_id, job))
     has_failed = job_folder.notes(job, "started", "failed", "lost") and job_folder.stopped(job) is None
     if has_failed:
         log = job_log.of_rank(job, job_id)
-        reasons = why.Evidence(job, job_log.read(log), log=log).reasons()
-        for sentence in why.sentences(reasons):
+        reasons = failure_reason.Evidence(job, job_log.read(log), log=log).reasons()
+        for sentence in failure_reason.sentences(reasons):
             print_line(sentence)

@@ -23,13 +23,15 @@ from manygpus.config.command_line import (
 from manygpus.config.options import MOST_IMAGES
 from manygpus.data import staging
 from manygpus.errors import UserError, entrypoint, print_line
-from manygpus.jobs import local, submission, sweep_execution, variation
-from manygpus.jobs.program import add_options
-from manygpus.jobs.request import read_options
+from manygpus.jobs import local_job
 from manygpus.jobs.site import read_site
 from manygpus.jobs.stages import STAGES, Stage
-from manygpus.jobs.sweep import Sweep
-from manygpus.jobs.sweep_plan import STRONG, Grid, PlannedRun
+from manygpus.jobs.submit import submission
+from manygpus.jobs.submit.request import read_options
+from manygpus.jobs.sweeps import execution, varied_options
+from manygpus.jobs.sweeps.plan import STRONG, Grid, PlannedRun
+from manygpus.jobs.sweeps.sweep import Sweep
+from manygpus.jobs.user_program import add_options
 
 NOTES = """\
 Lists are separated by commas. All other options go to every run unchanged, such as --recipe fast;
@@ -107,7 +109,7 @@ def main() -> int:
     if planned_sweep.why_here:
         print_line(f"{planned_sweep.why_here}: one run at a time, as processes of this machine")
     with planned_sweep.claim(stages[0].words if is_users_own else ()):
-        return sweep_execution.run(
+        return execution.run(
             planned_sweep,
             runs,
             own_options.max_jobs,
@@ -133,7 +135,7 @@ def _grid(own_options: argparse.Namespace, stages: tuple[Stage, ...]) -> Grid:
         repeats=own_options.repeats,
         scaling=own_options.scaling,
         gpus_per_node=own_options.gpus_per_node,
-        settings=variation.combinations(own_options.vary),
+        settings=varied_options.combinations(own_options.vary),
     )
 
 
@@ -154,7 +156,7 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
         site=site,
         minutes=own_options.time or site.minutes or submission.DEFAULT_MINUTES,
         why_here=why_here,
-        gpus_here=local.gpus_here() if why_here and not opts.no_cuda else 0,
+        gpus_here=local_job.gpus_here() if why_here and not opts.no_cuda else 0,
         cpus_per_gpu=own_options.cpus_per_gpu,
         partition=own_options.partition,
         passed_on=submission.passed_on(own_options),
@@ -171,13 +173,18 @@ def _print_runs(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
         if run.stage.is_users_own or run.settings:
             command = [*run.stage.command, *planned_sweep.script_arguments(run)]
             print_line(f"    {shlex.join(command)}")
-    sweep_execution.print_plan(planned_sweep, runs)
+    execution.print_plan(planned_sweep, runs)
 
 
 def _warn_of_shared_files(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
     """Say that the runs of a plain script share a working folder, unless they have one of their own."""
-    names = variation.in_braces(planned_sweep.arguments)
-    if planned_sweep.plain and len(runs) > 1 and not planned_sweep.chdir and variation.FOLDER not in names:
+    names = varied_options.in_braces(planned_sweep.arguments)
+    if (
+        planned_sweep.plain
+        and len(runs) > 1
+        and not planned_sweep.chdir
+        and varied_options.FOLDER not in names
+    ):
         print_line(
             f"note: all runs start in {Path.cwd()}, and one that saves there may be taken up by the next: "
             "put {folder}, the run's own folder, among the arguments of the script, or add --chdir, which "
@@ -188,8 +195,8 @@ def _warn_of_shared_files(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
 def _report(csvs: list[Path], out: Path, own_options: argparse.Namespace) -> int:
     """Compare the runs, and say how many GPUs the training that the user plans should ask for."""
     # They load pandas, which is needed here only: login nodes are slow.
-    from manygpus.advice.advice import Constraints
-    from manygpus.advice.report import compare_and_answer
+    from manygpus.reports.advice.answer import compare_and_answer
+    from manygpus.reports.advice.choice import Constraints
 
     if own_options.plain:
         return compare_and_answer(csvs, out, constraints=None)
@@ -231,16 +238,16 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     _add_jobs(parser)
     parser.add_argument(
         "--epochs",
-        default=str(sweep_execution.EPOCHS),
+        default=str(execution.EPOCHS),
         metavar="N",
-        help=f"epochs of every run, with the first as warm-up (default: {sweep_execution.EPOCHS})",
+        help=f"epochs of every run, with the first as warm-up (default: {execution.EPOCHS})",
     )
     own_words, for_training = submission.split(sys.argv[1:])
     own_options, unknown = parser.parse_known_args(own_words)
     if own_options.gpus is None:
         own_options.gpus = DEFAULT_GPUS_WITH_VARY if own_options.vary else DEFAULT_GPUS
     for option in own_options.vary:
-        if "" in option.values and option.name not in variation.in_braces(for_training):
+        if "" in option.values and option.name not in varied_options.in_braces(for_training):
             parser.error(
                 f"--vary {option.name} has an empty value: put {{{option.name}}} among the arguments of the "
                 "script, where that value leaves it out"
@@ -294,7 +301,7 @@ def _add_lists(parser: Parser) -> None:
     )
     matrix.add_argument(
         "--vary",
-        type=variation.varied,
+        type=varied_options.varied,
         action="append",
         default=[],
         metavar="NAME=LIST",
@@ -408,7 +415,7 @@ def _check_batch_of_plain(own_options: argparse.Namespace, arguments: list[str])
     Raises:
         UserError: if not.
     """
-    names = variation.in_braces(arguments) & {variation.BATCH, variation.BATCH_PER_GPU}
+    names = varied_options.in_braces(arguments) & {varied_options.BATCH, varied_options.BATCH_PER_GPU}
     script = own_options.plain
     if own_options.batch_size and not names:
         raise UserError(

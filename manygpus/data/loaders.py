@@ -25,8 +25,8 @@ from manygpus.config.options import Options, check_sizes
 from manygpus.data.datasets import InMemoryDataset
 from manygpus.devices import accelerator_of
 from manygpus.distributed import process_group
-from manygpus.distributed.launchers import DistEnv
 from manygpus.errors import UserError, explain, first_line
+from manygpus.launchers import DistEnv
 from manygpus.signals import STOP_SIGNALS, obey_the_trainer
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # or what a collate_fn makes

@@ -21,9 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
+from manygpus import launchers
 from manygpus.config.command_line import Parser, given_path
 from manygpus.config.known_datasets import DATASETS, DEFAULT_DIR
-from manygpus.distributed import launchers
 from manygpus.errors import UserError, entrypoint, print_line
 from manygpus.files import explained, holder, lock
 

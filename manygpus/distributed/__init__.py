@@ -1,1 +1,1 @@
-"""Who this process is, and how it meets and talks to the others."""
+"""How this process meets and talks to the others."""

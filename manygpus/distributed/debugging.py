@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from manygpus.devices import device_name
-from manygpus.distributed.launchers import node
 from manygpus.errors import print_line
 from manygpus.files import explained, replacing
+from manygpus.launchers import node
 
 # The beginnings of the variables that decide who a rank is, and how it connects.
 LOGGED_VARIABLES = re.compile(

@@ -10,9 +10,9 @@ import socket
 from collections.abc import Iterable, Sequence
 
 from manygpus import job_folder
-from manygpus.distributed import names
-from manygpus.distributed.launchers import node
-from manygpus.distributed.names import Problem
+from manygpus.distributed import host_names
+from manygpus.distributed.host_names import Problem
+from manygpus.launchers import node
 
 # A machine of the same cluster answers at once, if it does.
 PROBE_TIMEOUT_SECONDS = 5
@@ -34,12 +34,12 @@ def no_store(master: str, port: int, opens_it: bool, error: Exception) -> Proble
     if "address already in use" in str(error).lower():
         return Problem(f"another program on {node()} has port {port}", DIFFERENT_PORT)
     # github.com/hpcaitech/ColossalAI/issues/2841: a hostname that means nothing.
-    problem_of_names = names.problem(master, gloo=False)
+    problem_of_names = host_names.problem(master, gloo=False)
     if problem_of_names:
         return problem_of_names
     # github.com/pytorch/pytorch/issues/73656: the address that rank 0 was given is not its machine's.
-    if opens_it and not any(_is_of_this_machine(address) for address in names.addresses(master)):
-        what = f"rank 0 runs on {node()}, and MASTER_ADDR is another machine ({names.with_addresses(master)})"
+    if opens_it and not any(_is_of_this_machine(address) for address in host_names.addresses(master)):
+        what = f"rank 0 runs on {node()}, and MASTER_ADDR is another machine ({host_names.with_addresses(master)})"
         return Problem(what, "set it to the node that rank 0 runs on")
     problem_of_connecting = _try_to_connect(master, port)
     if problem_of_connecting:
@@ -65,7 +65,7 @@ def _try_to_connect(master: str, port: int) -> Problem | None:
         )
     except OSError as silence:
         return Problem(
-            f"{node()} gets no answer from that machine ({names.with_addresses(master)}: {silence})",
+            f"{node()} gets no answer from that machine ({host_names.with_addresses(master)}: {silence})",
             "ask your admin whether a firewall is between the nodes, and which ports and which network are "
             f"open (MASTER_PORT and MASTER_ADDR in slurm/site.sh); {DOCTOR}",
         )
@@ -108,7 +108,7 @@ def not_connected(gloo: bool, nodes: int) -> Problem | None:
             f"correct SITE_NETWORK_INTERFACE in slurm/site.sh, or {variable}",
         )
     if nodes > 1:
-        return names.problem(os.environ["MASTER_ADDR"], gloo)
+        return host_names.problem(os.environ["MASTER_ADDR"], gloo)
     return None
 
 

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported within a group, it would keep that alive
 
+from manygpus import launchers
 from manygpus.devices import accelerator_of, card, choose_device, gpus
-from manygpus.distributed import debugging, launchers, meeting
-from manygpus.distributed.launchers import DistEnv
+from manygpus.distributed import debugging, meeting
+from manygpus.distributed.host_names import Problem
 from manygpus.distributed.meeting import DIFFERENT_PORT, DOCTOR
-from manygpus.distributed.names import Problem
 from manygpus.errors import PeerError, UserError, explain, fail, first_line
+from manygpus.launchers import DistEnv
 
 # What processes that do meet may need beyond twice --timeout.
 PATIENCE_SECONDS = 20

@@ -22,7 +22,8 @@ from typing import NoReturn
 
 import psutil
 
-from manygpus.distributed import launchers, meeting, names
+from manygpus import launchers
+from manygpus.distributed import host_names, meeting
 from manygpus.errors import print_line
 from manygpus.signals import STOP_SIGNALS, hears
 
@@ -83,9 +84,9 @@ def _why_not_met(error: BaseException) -> str:
     endpoint = re.search(r"--rdzv-endpoint[= ](\S+):(\d+)(?!\S)", " ".join(sys.argv))
     hostname = socket.gethostname()
     # torchrun asks for the hostname in the end (getfqdn), whatever the address is.
-    hostname_unknown = isinstance(error, socket.gaierror) and not names.addresses(hostname)
+    hostname_unknown = isinstance(error, socket.gaierror) and not host_names.addresses(hostname)
     if endpoint is None or hostname_unknown:
-        where = f"on {launchers.node()}, {names.with_addresses(hostname)}"
+        where = f"on {launchers.node()}, {host_names.with_addresses(hostname)}"
         return f"the torchruns could not meet ({error}; {where}): have the names mended."
     master, port = endpoint.groups()
     opens_it = "--rdzv-conf=is_host=1" in sys.argv

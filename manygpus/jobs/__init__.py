@@ -1,1 +1,1 @@
-"""Slurm: asking for a job, following it, and what happens at its beginning and its end."""
+"""Jobs on Slurm, in rooms: submit, inside, watch, sweeps, doctor. Here is what all of them use."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manygpus.distributed import launchers
+from manygpus import launchers
 from manygpus.errors import UserError, reason
 
 # A command of Slurm may take so long. Its own limit is mostly 10 seconds per try.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manygpus.config.command_line import check_divides
 from manygpus.errors import REPOSITORY, UserError
-from manygpus.jobs.program import Program
+from manygpus.jobs.user_program import Program
 from manygpus.record.columns import DDP, DP, SINGLE, STAGE_FOLDERS
 
 # What every job script sources.

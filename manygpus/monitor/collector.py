@@ -6,8 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from manygpus import job_folder
-from manygpus.distributed import launchers
+from manygpus import job_folder, launchers
 from manygpus.errors import reason
 from manygpus.monitor import samples
 from manygpus.monitor.gpus import Gpus

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import psutil
 
-from manygpus import job_folder
-from manygpus.distributed import launchers
+from manygpus import job_folder, launchers
 from manygpus.monitor import memory, samples
 from manygpus.monitor.connections import Meetings
 from manygpus.ranges import format_ranges

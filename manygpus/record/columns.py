@@ -193,7 +193,7 @@ COLUMNS: dict[str, Column] = {
         determined_by=("width",),
     ),
     "settings": Column(str, Role.TRAINING, words="settings", label="{}", default=""),
-    # What identifies a training (training/identity.py), in words of `name=value`. It is "" if that is not
+    # What identifies a training (network/identity.py), in words of `name=value`. It is "" if that is not
     # known, or as the recipe says.
     "optimizer": Column(str, Role.TRAINING, words="optimizer", label="{}", default=""),
     "network": Column(

@@ -1,1 +1,1 @@
-"""What surrounds the training step."""
+"""The loop around the training step, and what it measures."""

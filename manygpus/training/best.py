@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from manygpus.checkpoint.state_file import save
 from manygpus.distributed import process_group
 from manygpus.errors import print_line
-from manygpus.training.model import unwrapped
-from manygpus.training.state_file import save
+from manygpus.network.model import unwrapped
 
 if TYPE_CHECKING:
-    from manygpus.training.sharded import Sharded
+    from manygpus.checkpoint.sharded import Sharded
 
 
 class Best:

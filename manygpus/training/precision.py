@@ -11,7 +11,7 @@ from torch import nn
 
 from manygpus.devices import accelerator_of, device_name
 from manygpus.errors import UserError
-from manygpus.training.model import unwrapped
+from manygpus.network.model import unwrapped
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 

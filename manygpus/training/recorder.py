@@ -12,13 +12,14 @@ from manygpus.config import options
 from manygpus.devices import reset_peak_memory
 from manygpus.distributed import process_group
 from manygpus.errors import UserError, first_line
+from manygpus.network import identity
+from manygpus.network.model import trained_weights
+from manygpus.network.weights import inner_optimizer
 from manygpus.record.columns import OWN_LOOP
 from manygpus.record.loggers import Logger
 from manygpus.record.records import ALL_EPOCHS, IMAGES, ITS_LOOP, SAME, RecordWriter, Row
-from manygpus.training import facts, identity, screen
+from manygpus.training import printing, run_facts
 from manygpus.training.drift import Drift
-from manygpus.training.model import trained_weights
-from manygpus.training.weights import inner_optimizer
 
 # What `Recorder.epoch` has of a test where there was none.
 NO_TEST = {"test_samples": 0, "test_seconds": 0, "test_loss": math.nan, "accuracy": math.nan}
@@ -87,7 +88,7 @@ class Recorder:
         dist_env = process_group.read_distributed(self._device)
         results = Path(results_dir or os.environ.get("MANYGPUS_RESULTS_DIR") or options.DEFAULT_RESULTS)
         lr = identity.base_lr(self._optimizer)
-        columns = facts.of_start(dist_env, model, dataset, precision) | {
+        columns = run_facts.of_start(dist_env, model, dataset, precision) | {
             "stage": name,
             "devices": dist_env.world_size,
             "global_batch": batch_size,
@@ -120,7 +121,7 @@ class Recorder:
         record = RecordWriter(
             results_dir / "runs", columns, loggers, unit=self._unit, per_sample=self._per_sample
         )
-        screen.print_start(record.facts)
+        printing.print_start(record.facts)
         return record
 
     def epoch(self, samples: int, seconds: float, loss: float, **metrics: float) -> None:
@@ -160,7 +161,7 @@ class Recorder:
         if self._drift:
             self._drift.check()
             self._drift = None
-        of_devices = facts.rows_of_ranks(
+        of_devices = run_facts.rows_of_ranks(
             self._epoch, self._device, own_seconds=math.nan, data_seconds=math.nan
         )
         means = {name: _mean(of_ranks, name) for name in numbers}
@@ -191,7 +192,7 @@ class Recorder:
 
     def _write_row(self, row: Row, of_devices: list[Row], metrics: list[Row]) -> None:
         row = self._record.add(row, of_devices, metrics)
-        screen.print_epoch(row, of_devices, self._epochs, self._unit, self._per_sample)
+        printing.print_epoch(row, of_devices, self._epochs, self._unit, self._per_sample)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a checkpoint has to keep to continue the record; rank 0's counts."""
@@ -231,7 +232,7 @@ class Recorder:
 
     def _finish_on_rank_0(self) -> None:
         self._record.finish(ALL_EPOCHS if self._epoch > self._epochs else ITS_LOOP)
-        screen.print_end(self._record, self._epochs)
+        printing.print_end(self._record, self._epochs)
 
 
 def _checked(numbers: dict[str, float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What surrounds the training step: the loop over epochs and steps, and its clock.
 
-A `Run` puts together what can also be used alone in a loop of one's own: `Checkpointer` (checkpoint.py),
+A `Run` puts together what can also be used alone in a loop of one's own: `Checkpointer` (checkpointer.py),
 `RecordWriter` (record/records.py) and `EarlyStopping` (early_stopping.py).
 """
 
@@ -18,31 +18,32 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from manygpus import job_folder
+from manygpus.checkpoint.checkpointer import Checkpointer
+from manygpus.checkpoint.state_file import save
+from manygpus.checkpoint.stop_signal import Agreement, StopSignal
 from manygpus.config.options import Options
 from manygpus.data.loaders import Batch, Batches, Data, generator
 from manygpus.devices import reset_peak_memory
 from manygpus.distributed import process_group
-from manygpus.distributed.launchers import DistEnv
 from manygpus.errors import Stopped, UserError, print_line
 from manygpus.files import check_writable
+from manygpus.launchers import DistEnv
+from manygpus.network import identity, optim
+from manygpus.network.model import trained_weights, unwrapped
+from manygpus.network.weights import check_equal, check_whole
 from manygpus.record.columns import OWN_OPTIMIZER
 from manygpus.record.loggers import Logger
 from manygpus.record.records import ALL_EPOCHS, IMAGES, ITS_LOOP, RecordWriter, Row
 from manygpus.signals import unblock_stop_signals
-from manygpus.training import clock, facts, identity, optim, screen
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.training import clock, printing, run_facts
 from manygpus.training.compute_time import ComputeTime
 from manygpus.training.drift import Drift
 from manygpus.training.early_stopping import EarlyStopping
 from manygpus.training.evaluation import NOT_TESTED, Metric, PartialEpoch, Tested, Trained
-from manygpus.training.model import trained_weights, unwrapped
-from manygpus.training.state_file import save
 from manygpus.training.step_metrics import StepMetrics, check_finite
-from manygpus.training.stop_signal import Agreement, StopSignal
-from manygpus.training.weights import check_equal, check_whole
 
 if TYPE_CHECKING:
-    from manygpus.training.sharded import Sharded  # takes long to import, and few scripts need it
+    from manygpus.checkpoint.sharded import Sharded  # takes long to import, and few scripts need it
 
 # The names of what every Run keeps in its checkpoints, so that a script's own parts have others.
 PARTS_OF_RUN = {"model", "optimizer", "sharded", "lr_scheduler", "early_stopping", "partial_epoch", "record"}
@@ -163,7 +164,7 @@ class Run:
         if folder and self.options.save_model:
             fix = "give a different --results-dir."
             check_writable(self.options.results_dir / "models", "the weights", fix)
-        screen.print_start(record.facts)
+        printing.print_start(record.facts)
         return record
 
     def _columns_of_start(self) -> Row:
@@ -172,7 +173,9 @@ class Run:
         dist_env = self.dist_env
         networks = {name: part for name, part in self._parts().items() if isinstance(part, nn.Module)}
         parameters = sum(trained_weights(network) for network in networks.values())
-        columns = options.columns() | facts.of_start(dist_env, self.model, self._dataset, options.precision)
+        columns = options.columns() | run_facts.of_start(
+            dist_env, self.model, self._dataset, options.precision
+        )
         columns |= {
             "stage": self.name,
             "devices": self.devices,
@@ -479,7 +482,7 @@ class Run:
         # From the mean of a step, as an interrupted epoch has steps of an earlier process. Unknown if
         # a network is split: its ranks also wait for each other in the middle of a step.
         own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
-        of_ranks = facts.rows_of_ranks(epoch, self.dist_env.device, own_seconds, self._data_seconds)
+        of_ranks = run_facts.rows_of_ranks(epoch, self.dist_env.device, own_seconds, self._data_seconds)
         metrics = [*self._metrics_of_steps, *metrics]
         self._early_stopping.note(epoch, tested.loss, accuracy=tested.accuracy, best_epoch=best_epoch)
         process_group.on_rank_0(lambda: self._write_row(epoch, tested, of_ranks, metrics, best_epoch))
@@ -512,7 +515,7 @@ class Run:
             "peak_memory_mb": max(row["peak_memory_mb"] for row in of_ranks),
         }
         row = self._record.add(row, of_ranks, [{"epoch": epoch} | metric._asdict() for metric in metrics])
-        screen.print_epoch(row, of_ranks, self.options.epochs, self.unit, self.per_sample)
+        printing.print_epoch(row, of_ranks, self.options.epochs, self.unit, self.per_sample)
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""
@@ -542,7 +545,7 @@ class Run:
         reached_the_last = self._next_epoch > self.options.epochs
         reason = self._early_stopping.reason
         self._record.finish(reason or (ALL_EPOCHS if reached_the_last else ITS_LOOP))
-        screen.print_end(self._record, self.options.epochs, reason)
+        printing.print_end(self._record, self.options.epochs, reason)
         if self.options.save_model:
             path = self.options.results_dir / "models" / f"{self._record.facts['run_id']}.pt"
             save("the weights", weights, path, "mend that. The record is kept.", check=False)

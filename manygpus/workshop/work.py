@@ -81,7 +81,7 @@ class Workspace:
         Raises:
             Wrong: if there is none with an epoch after the warm-up.
         """
-        from manygpus.compare import comparison  # loads pandas
+        from manygpus.reports import comparison  # loads pandas
 
         runs = self.folder / "runs"
         rows, skipped = comparison.load([runs] if runs.is_dir() else [])

@@ -15,5 +15,5 @@ python -m pip install --no-cache-dir .
 
 # Fail if the image cannot train. In a different folder, Python imports the installed manygpus, not the copy.
 cd /
-python -c 'import torch, torchvision, manygpus.jobs, manygpus.compare; print("PyTorch", torch.__version__)'
+python -c 'import torch, torchvision, manygpus.jobs, manygpus.reports; print("PyTorch", torch.__version__)'
 git --version

@@ -27,9 +27,9 @@ from setuptools.config.pyprojecttoml import load_file
 from test_packages import imports
 from torch.utils.data import DataLoader
 
+from manygpus.checkpoint import sharded
 from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.record import records
-from manygpus.training import sharded
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)

@@ -17,10 +17,10 @@ from conftest import REPOSITORY, ran
 
 from manygpus import devices as device
 from manygpus.distributed import process_group
-from manygpus.doctor import checkup, checkup_torch, cli, login_node, script_imports
-from manygpus.doctor.findings import FAULT, FIXES, OK, WARNING, Finding, findings_in, read_messages
 from manygpus.errors import UserError
 from manygpus.jobs import site, slurm
+from manygpus.jobs.doctor import checkup, checkup_torch, cli, login_node, script_imports
+from manygpus.jobs.doctor.findings import FAULT, FIXES, OK, WARNING, Finding, findings_in, read_messages
 from manygpus.record.records import read_all_reduce
 
 # For what does not come to the job's Python: it takes seconds to import torch.
@@ -416,7 +416,7 @@ def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end(checkout: Checkout) -
 
 
 def test_a_step_that_hangs_is_told_and_ends_its_rank(checkout: Checkout) -> None:
-    program = "from manygpus.doctor import checkup; import time; checkup.STEP_SECONDS = 0.1; "
+    program = "from manygpus.jobs.doctor import checkup; import time; checkup.STEP_SECONDS = 0.1; "
     program += "checkup._step('gpus', time.sleep, 200); print('went on')"
     done = checkout.run(sys.executable, "-c", program, SLURM_PROCID="1", SLURM_LOCALID="1")
     begun, told, ended = read_messages(done.stdout)

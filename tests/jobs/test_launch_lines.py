@@ -9,7 +9,7 @@ import pytest
 from checkout import SCRIPTS, Checkout
 from cluster import RunningCluster
 
-from manygpus.jobs import sbatch_options
+from manygpus.jobs.submit import slurm_options
 
 
 @pytest.mark.parametrize("launcher", SCRIPTS)
@@ -21,7 +21,7 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
     script = checkout.folder / SCRIPTS[launcher]
     asked = re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE)
     facts = {
-        f"--{name}" if fact is True else f"--{name}={fact}" for name, fact in sbatch_options.SBATCH.items()
+        f"--{name}" if fact is True else f"--{name}={fact}" for name, fact in slurm_options.SBATCH.items()
     }
     assert facts <= set(asked)
     # Slurm says who sees which GPU.
@@ -66,7 +66,7 @@ def test_a_job_script_to_read_has_the_launch_line_of_those_that_are_made(script:
     options = re.findall(r"(?<=\s)--(?:cpus-per-task|kill|wait)\S*", f" {launch}")
     # Stages 01 and 02 are one process.
     tasks = 2 if "03_multigpu_ddp" in script.parts else 1
-    assert options == [sbatch_options.CPUS, *sbatch_options.srun_options(tasks)]
+    assert options == [slurm_options.CPUS, *slurm_options.srun_options(tasks)]
 
 
 @pytest.mark.parametrize(

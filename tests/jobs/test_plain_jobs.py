@@ -16,7 +16,7 @@ from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 from traces import FROM_LOADERS, STARVED, SyntheticJob
 
 from manygpus import job_folder
-from manygpus.jobs import sweep_execution
+from manygpus.jobs.sweeps import execution
 from manygpus.monitor import wording
 from manygpus.monitor.verdict import judge
 from manygpus.record import records
@@ -215,7 +215,9 @@ def test_usr2_reaches_who_installs_a_handler_and_ends_nobody(tmp_path: Path) -> 
     """Also those who install it only where Python tells of none, and those who wait for USR1."""
     script = tmp_path / "states.py"
     script.write_text(STATES)
-    done = succeeded(ran(sys.executable, "-m", "manygpus.jobs.plain", "--plain", script, "an", "argument"))
+    done = succeeded(
+        ran(sys.executable, "-m", "manygpus.jobs.inside.run_plain", "--plain", script, "an", "argument")
+    )
     assert done.stdout == f"{script} an argument __main__ states.py\n"
 
 
@@ -265,7 +267,7 @@ def test_usr2_comes_as_usr1_to_the_process_that_waits_for_it(script: str, said: 
     path.chmod(0o755)
     if not script.startswith("#!"):
         path = path.rename(tmp_path / "program.py")
-    command = [sys.executable, "-m", "manygpus.jobs.plain", "--plain", path]
+    command = [sys.executable, "-m", "manygpus.jobs.inside.run_plain", "--plain", path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as process:
         assert process.stdout.readline() == "waits\n"
         process.send_signal(signal.SIGUSR2)
@@ -296,7 +298,7 @@ def test_what_a_shell_script_has_started_may_save_after_sigterm(tmp_path: Path) 
     path = tmp_path / "run.sh"
     path.write_text(SAVES_AFTER_ITS_SHELL)
     path.chmod(0o755)
-    command = [sys.executable, "-m", "manygpus.jobs.plain", "--plain", path]
+    command = [sys.executable, "-m", "manygpus.jobs.inside.run_plain", "--plain", path]
     pipes = {"stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **pipes) as process:
         assert process.stdout.readline() == "waits\n"
@@ -320,7 +322,7 @@ def test_what_it_prints_is_written_at_once(
     """Those of torchrun share a pipe, and write whole lines. In this pipe, each write is read by itself."""
     script = tmp_path / "says.py"
     script.write_text(f"import os; {said}; os._exit(0)")
-    command = [sys.executable, "-m", "manygpus.jobs.plain", "--plain", script]
+    command = [sys.executable, "-m", "manygpus.jobs.inside.run_plain", "--plain", script]
     reads, writes = os.pipe2(os.O_DIRECT)
     with os.fdopen(reads, "rb", buffering=0) as output, os.fdopen(writes, "wb") as pipe:
         environment = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"} | variables
@@ -420,7 +422,7 @@ def test_a_program_by_its_name_and_a_shell_script_that_does_not_start_by_itself(
         )
         script.chmod(mode)
     python = ("--python", "env/bin/python")
-    command = (sys.executable, "-m", "manygpus.jobs.plain", *python, "--plain", *words.split())
+    command = (sys.executable, "-m", "manygpus.jobs.inside.run_plain", *python, "--plain", *words.split())
     done = succeeded(ran(*command, "an", "argument", cwd=tmp_path))
     assert done.stdout == f"{printed.format(tmp_path)}\n"
 
@@ -740,9 +742,7 @@ def test_a_sweep_resumes_in_its_own_folder_whatever_the_script_is_given(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--plain", "train.py", "--out", "theirs"])
-    assert sweep_execution.command_to_resume(tmp_path).endswith(
-        f" --out {tmp_path} --plain train.py --out theirs"
-    )
+    assert execution.command_to_resume(tmp_path).endswith(f" --out {tmp_path} --plain train.py --out theirs")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from checkout import copy_project
 from cluster import PROGRAM, SLURM, RunningCluster, run_program, running_cluster
 from conftest import ENVIRONMENT, NO_CLUSTER, REPOSITORY, ran, succeeded
 
-from manygpus.doctor.findings import in_words
+from manygpus.jobs.doctor.findings import in_words
 from manygpus.record.records import read_all_reduce
 
 DAEMON = pwd.getpwnam("daemon").pw_uid  # newer Slurm (seen: 26.05) refuses nobody

@@ -9,9 +9,9 @@ import pytest
 from checkout import Checkout
 from conftest import succeeded
 
-from manygpus.doctor import login_node
-from manygpus.doctor.findings import FAULT, WARNING
 from manygpus.jobs import site
+from manygpus.jobs.doctor import login_node
+from manygpus.jobs.doctor.findings import FAULT, WARNING
 
 ENDS = "ends the shell"
 # Bad site files, and what the fault has to name.

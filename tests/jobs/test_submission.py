@@ -27,8 +27,10 @@ from conftest import REPOSITORY, one_error, rows_of, succeeded
 from manygpus import job_folder
 from manygpus.errors import UserError
 from manygpus.job_folder import Outcome
-from manygpus.jobs import following, local, sbatch_options, site, slurm, submission
-from manygpus.jobs.following import SlurmHandle, State
+from manygpus.jobs import local_job, site, slurm
+from manygpus.jobs.submit import slurm_options, submission
+from manygpus.jobs.watch import job_status
+from manygpus.jobs.watch.job_status import SlurmHandle, State
 
 SMALL = ("--train-size", 600, "--test-size", 200, "--epochs", 1, "--width", 4, "--precision", "fp32")
 SMALL += ("--no-cuda",)
@@ -109,7 +111,7 @@ def test_the_environment_of_local_processes(checkout: Checkout) -> None:
 
 def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
     """Without Slurm all of them are used, but for one process one; and no more than there are."""
-    checkout.redefine("manygpus/jobs/local.py", "def gpus_here(): return 3")
+    checkout.redefine("manygpus/jobs/local_job.py", "def gpus_here(): return 3")
     checkout.script("ddp").write_text(FACTS)
     sizes = ("--batch-size", 66)
     # What the shell has chosen; AMD's variable is the one that counts, where there are both.
@@ -139,10 +141,10 @@ def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
 
 
 def test_gpus_are_those_that_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "GPU_DEVICES", ("null",))  # as good as an AMD GPU's: there is one
+    monkeypatch.setattr(local_job, "GPU_DEVICES", ("null",))  # as good as an AMD GPU's: there is one
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert local.gpus_here() == 2
+    assert local_job.gpus_here() == 2
 
 
 @pytest.mark.parametrize(
@@ -415,9 +417,9 @@ def test_a_job_script_asks_for_as_much_memory_as_submit_py(checkout: Checkout) -
     for script in scripts:
         text = script.read_text()
         gpus, memory = re.search(r"#SBATCH --gpus-per-node=(\d)[^$]*#SBATCH --mem=(\d+)G", text).groups()
-        assert int(memory) == sbatch_options.MEMORY_PER_GPU_GB * int(gpus), script
+        assert int(memory) == slurm_options.MEMORY_PER_GPU_GB * int(gpus), script
         advice = re.findall(r"--gpus-per-node=(\d) --mem=(\d+)G slurm_submit.sh", text)
-        assert all(int(memory) == sbatch_options.MEMORY_PER_GPU_GB * int(gpus) for gpus, memory in advice)
+        assert all(int(memory) == slurm_options.MEMORY_PER_GPU_GB * int(gpus) for gpus, memory in advice)
 
 
 @pytest.mark.parametrize(
@@ -594,7 +596,7 @@ def test_a_job_that_never_ran_and_another_with_its_number(
     monkeypatch.setenv("PATH", str(checkout.commands))
     job = replace(job_seven(checkout), folder=checkout.folder / "nowhere")
     assert job.state().name == "running"
-    monkeypatch.setattr(following, "OUTCOME_SECONDS", 0)
+    monkeypatch.setattr(job_status, "OUTCOME_SECONDS", 0)
     assert job.state().name == "failed"
 
 
@@ -605,7 +607,7 @@ def test_a_job_whose_nodes_do_not_see_its_folder(
     """A log that does not exist is not named, but the settings that choose its folder are."""
     checkout.fake("squeue", _show(state, "NonZeroExitCode"))
     monkeypatch.setenv("PATH", str(checkout.commands))
-    monkeypatch.setattr(following, "OUTCOME_SECONDS", -1)
+    monkeypatch.setattr(job_status, "OUTCOME_SECONDS", -1)
     job = replace(job_seven(checkout), folder=checkout.folder / "nowhere")
     told = job.state()
     assert told.name == "failed"
@@ -627,7 +629,7 @@ def test_a_reason_that_comes_later_and_never_ends(
     queued = job.state()
     assert (queued.name, queued.reason) == ("queued", reason)
     assert slurm.advice(reason) in queued.detail and "ask your admin" not in queued.detail
-    monkeypatch.setattr(following, "NEVER_STARTS_SECONDS", 0)
+    monkeypatch.setattr(job_status, "NEVER_STARTS_SECONDS", 0)
     assert job.state().name == "failed"
 
 
@@ -640,13 +642,13 @@ def test_a_limit_of_other_jobs_or_of_one_of_several_partitions_is_waited_for(
 ) -> None:
     checkout.fake("squeue", _show("PENDING", reason, partitions=partitions))
     monkeypatch.setenv("PATH", str(checkout.commands))
-    monkeypatch.setattr(following, "NEVER_STARTS_SECONDS", 0)
+    monkeypatch.setattr(job_status, "NEVER_STARTS_SECONDS", 0)
     assert job_seven(checkout).state().name == "queued"
 
 
 def test_of_a_log_only_what_is_new_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    progress = following.Progress(log)
+    progress = job_status.Progress(log)
     assert progress.update() is None
     log.write_text("epoch 1/3: so far\nepoch 2")
     assert progress.update() == "epoch 1/3: so far"
@@ -667,7 +669,7 @@ def test_slurm_is_asked_once_for_many_jobs(checkout: Checkout, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(checkout.commands))
     jobs = [replace(job_seven(checkout), job_id=str(number)) for number in (10, 9, 8, 7)]
     for _ in range(3):
-        seen = following.states(jobs)
+        seen = job_status.states(jobs)
     assert [state.name for state in seen] == ["done", "failed", "failed", "running"]
     assert asked.read_text().split() == ["squeue", "sacct"]
 
@@ -724,14 +726,14 @@ WAITING, RUNNING, DONE = (
 
 
 def test_following_prints_every_change(capsys: pytest.CaptureFixture) -> None:
-    assert following.follow(Script(WAITING, WAITING, RUNNING, WAITING, RUNNING, DONE)) == 0
+    assert job_status.follow(Script(WAITING, WAITING, RUNNING, WAITING, RUNNING, DONE)) == 0
     seen = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in seen] == ["queued", "running", "queued", "running", "done"]
 
 
 def test_ctrl_c_leaves_a_job_of_slurm_alone(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(KeyboardInterrupt):
-        following.follow(Script(WAITING, KeyboardInterrupt))
+        job_status.follow(Script(WAITING, KeyboardInterrupt))
     assert "scancel 7" in capsys.readouterr().err
 
 
@@ -739,13 +741,13 @@ def test_patience_with_a_slurm_that_does_not_answer(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = State("unknown", "connect failure")
-    assert following.follow(Script(silent, silent, RUNNING, silent, DONE)) == 0
+    assert job_status.follow(Script(silent, silent, RUNNING, silent, DONE)) == 0
     checkout.fake("squeue", "echo connect failure >&2; exit 1")
     monkeypatch.setenv("PATH", str(checkout.commands))
     assert job_seven(checkout).state() == silent
-    monkeypatch.setattr(following, "UNANSWERED_SECONDS", 0)
+    monkeypatch.setattr(job_status, "UNANSWERED_SECONDS", 0)
     with pytest.raises(UserError, match=r"connect failure.*squeue --jobs=7"):
-        following.follow(job_seven(checkout))
+        job_status.follow(job_seven(checkout))
 
 
 # --- bad input --------------------------------------------------------------------------------------

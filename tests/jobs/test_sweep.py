@@ -162,7 +162,7 @@ def test_a_first_job_that_is_refused_ends_the_sweep(on_cluster: SweepCheckout) -
 def test_compare_on_one_gpu(checkout: SweepCheckout) -> None:
     """It says what can be seen there. Sizes that are given are not measured."""
     checkout.pretend()
-    checkout.redefine("manygpus/jobs/local.py", "def gpus_here(): return 1")
+    checkout.redefine("manygpus/jobs/local_job.py", "def gpus_here(): return 1")
     arguments = ("--batch-size", 256, "--repeats", 2, "--out", checkout.sweep)
     done = succeeded(checkout.python("results/compare.py", *arguments, "--train-size", 120_000))
     assert "measured" not in done.stdout

@@ -16,8 +16,8 @@ from manygpus.config.options import parse_options
 from manygpus.data import loaders as batches
 from manygpus.data.datasets import InMemoryDataset
 from manygpus.data.loaders import eval_loader, train_loader
-from manygpus.distributed.launchers import DistEnv
 from manygpus.errors import UserError
+from manygpus.launchers import DistEnv
 
 CPU = torch.device("cpu")
 

@@ -28,8 +28,8 @@ from conftest import (
     weights_of,
 )
 
+from manygpus.checkpoint.state_file import load_parts
 from manygpus.record import records
-from manygpus.training.state_file import load_parts
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 
@@ -52,7 +52,7 @@ def wait_for(what: Callable[[], object], process: subprocess.Popen) -> None:
 # The ranks ask each other every few steps, however fast the machine, and saving takes a moment: so there are
 # checkpoints within an epoch, a signal comes within one, and a kill within the saving.
 SLOW = """
-from manygpus.training import stop_signal
+from manygpus.checkpoint import stop_signal
 stop_signal.SECONDS_BETWEEN_MEETINGS = 0.05
 save = torch.save
 torch.save = lambda *what: (save(*what), __import__("time").sleep(0.1))
@@ -128,8 +128,8 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(
 # 1,000 s. Rank 1 takes twice as long for each batch and step.
 COUNTED = """
 from manygpus.data.loaders import ResidentBatches
-from manygpus.training import clock, run, stop_signal
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.training import clock, run; from manygpus.checkpoint import stop_signal
+from manygpus.checkpoint.checkpointer import Checkpointer
 
 now = 0.0
 slowness = 1 + faults.rank()
@@ -180,7 +180,7 @@ def test_the_seconds_of_an_epoch_are_without_its_checkpoints(tmp_path: Path, scr
 
 KILLED_BEFORE_A_CHECKPOINT = """
 import os
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.checkpoint.checkpointer import Checkpointer
 save = Checkpointer.save
 
 

@@ -16,10 +16,10 @@ from torch import nn
 from manygpus.config.options import Options
 from manygpus.data.datasets import InMemoryDataset
 from manygpus.data.loaders import eval_loader
-from manygpus.distributed.launchers import DistEnv
+from manygpus.launchers import DistEnv
+from manygpus.network.model import Net
+from manygpus.network.optim import build_optimizer
 from manygpus.training.evaluation import evaluate
-from manygpus.training.model import Net
-from manygpus.training.optim import build_optimizer
 
 LABELS = torch.arange(12) % 10
 
@@ -123,7 +123,7 @@ def test_the_stage_trains_with_two_replicas(
 # As if there were so many GPUs with random numbers.
 GENERATORS = """\
 import types; from manygpus import devices as device; \
-from manygpus.distributed.launchers import DistEnv
+from manygpus.launchers import DistEnv
 from manygpus.data.datasets import InMemoryDataset
 from manygpus.data.loaders import eval_loader
 states = [torch.full((1,), i, dtype=torch.uint8) for i in range(int(os.environ["GPUS"]))]; \

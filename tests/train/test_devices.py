@@ -16,10 +16,10 @@ from conftest import ENVIRONMENT, Script, rows_of, succeeded
 from forking import Forking
 
 from manygpus import devices as device
-from manygpus import tuning
 from manygpus.distributed import process_group
-from manygpus.distributed.launchers import DistEnv
 from manygpus.errors import UserError
+from manygpus.launchers import DistEnv
+from manygpus.training import tuning
 
 ONE_STEP = ("--dry-run", "--batch-size", 64, "--precision", "fp32")
 OLD_DRIVER = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)."

@@ -28,10 +28,10 @@ from conftest import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from manygpus.checkpoint import sharded
 from manygpus.config.options import parse_options
 from manygpus.errors import UserError
 from manygpus.record import records
-from manygpus.training import sharded
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"

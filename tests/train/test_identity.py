@@ -12,9 +12,9 @@ from forking import Forking
 from test_drift import ON_RANKS
 from torch import nn
 
-from manygpus.compare import comparison
+from manygpus.network import identity
 from manygpus.record import records
-from manygpus.training import identity
+from manygpus.reports import comparison
 
 SMALL = ("--epochs", 2, "--batch-size", 50, "--no-cuda", "--precision", "fp32")
 TOY = """

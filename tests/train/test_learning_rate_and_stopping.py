@@ -19,12 +19,12 @@ from conftest import (
     weights_of,
 )
 
-from manygpus.compare import comparison
 from manygpus.config.options import parse_options
 from manygpus.data.datasets import InMemoryDataset
 from manygpus.data.loaders import hold_out
 from manygpus.errors import UserError
-from manygpus.training.optim import build_optimizer
+from manygpus.network.optim import build_optimizer
+from manygpus.reports import comparison
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--width", 4, "--precision", "fp32")
 STILL = ("--lr", 1e-30)  # no weight changes, so no epoch is better than the first

@@ -9,10 +9,10 @@ from checkout import Checkout
 from conftest import Script, places, rows_of, succeeded, weights_of
 
 from manygpus import devices as device
-from manygpus.compare import comparison
 from manygpus.distributed import process_group
+from manygpus.network.model import Dropout
+from manygpus.reports import comparison
 from manygpus.training import clock
-from manygpus.training.model import Dropout
 
 SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--width", 4, "--precision", "fp32")
 
@@ -23,7 +23,7 @@ SMALL = ("--train-size", 128, "--test-size", 101, "--batch-size", 64, "--width",
 SECONDS, MEMORY = (10, 32), (500, 700)
 PLANTED = f"""
 import itertools, types
-from manygpus.training import clock, facts
+from manygpus.training import clock, run_facts as facts
 
 ticks = itertools.count(0, {SECONDS}[faults.rank()])
 clock.time = types.SimpleNamespace(perf_counter=lambda: next(ticks))
@@ -59,7 +59,7 @@ def test_peak_memory_is_that_of_the_epoch(script: Script, tmp_path: Path, checko
     checkout.plant(
         "single",
         """
-        from manygpus.training import facts, run
+        from manygpus.training import run_facts as facts, run
 
         peak, held = 900, 700
 

@@ -21,7 +21,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.checkpoint.checkpointer import Checkpointer
 
 dist.init_process_group("gloo")
 checkpointer = Checkpointer({"model": torch.nn.Linear(1, 1)})
@@ -55,7 +55,7 @@ def test_a_signal_before_the_first_step_ends_a_script_as_without_a_checkpointer(
 ) -> None:
     """Seen: a script that only evaluates, and so never calls `step`, could only be ended by KILL."""
     (tmp_path / "own.py").write_text(
-        "import os, signal, torch\nfrom manygpus.training.checkpoint import Checkpointer\n"
+        "import os, signal, torch\nfrom manygpus.checkpoint.checkpointer import Checkpointer\n"
         "Checkpointer({'model': torch.nn.Linear(1, 1)}).resume()\n"
         f"os.kill(os.getpid(), signal.{number})\n"
     )
@@ -69,8 +69,8 @@ import os, signal, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
-from manygpus.training import stop_signal
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.checkpoint import stop_signal
+from manygpus.checkpoint.checkpointer import Checkpointer
 
 stop_signal.SECONDS_BETWEEN_MEETINGS = 0  # the ranks ask each other after every epoch
 dist.init_process_group("gloo")
@@ -120,8 +120,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from manygpus.training import stop_signal
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.checkpoint import stop_signal
+from manygpus.checkpoint.checkpointer import Checkpointer
 
 stop_signal.SECONDS_BETWEEN_MEETINGS = 0  # the ranks ask each other in every step
 STEPS, EPOCHS = 5, 3
@@ -155,7 +155,7 @@ model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, int(os.envi
 if how == "split":
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.device_mesh import init_device_mesh
-    from manygpus.training.sharded import Sharded
+    from manygpus.checkpoint.sharded import Sharded
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
 elif world_size > 1:
     model = DistributedDataParallel(model)
@@ -308,7 +308,7 @@ def test_a_rank_that_cannot_write_is_one_sentence_and_the_earlier_checkpoints_st
 def test_a_loop_that_does_not_resume_is_told_in_its_first_step(forking: Forking, tmp_path: Path) -> None:
     """And not at its first checkpoint, which may be minutes later."""
     (tmp_path / "own.py").write_text(
-        "import torch\nfrom manygpus.training.checkpoint import Checkpointer\n"
+        "import torch\nfrom manygpus.checkpoint.checkpointer import Checkpointer\n"
         "Checkpointer({'model': torch.nn.Linear(1, 1)}).step(1, 1)\n"
     )
     told = forking.run(tmp_path / "own.py", env=ENVIRONMENT, cwd=tmp_path)
@@ -318,7 +318,7 @@ def test_a_loop_that_does_not_resume_is_told_in_its_first_step(forking: Forking,
 CANNOT_BE_SAVED = """
 import argparse, pathlib, sys
 import torch
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.checkpoint.checkpointer import Checkpointer
 
 class Tracker:
     path = pathlib.Path("best.pt")
@@ -380,8 +380,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from manygpus.data.samplers import ResumableSampler
 from manygpus.signals import obey_the_trainer
-from manygpus.training import stop_signal
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.checkpoint import stop_signal
+from manygpus.checkpoint.checkpointer import Checkpointer
 
 stop_signal.SECONDS_BETWEEN_MEETINGS = 0  # the ranks ask each other in every step
 epochs, batch_size, accumulate = 3, 2, 3

@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import REPOSITORY, STAGES, Script, failed, one_error, places, rows_of, succeeded
 
-from manygpus.compare import comparison
-from manygpus.compare.report import report
 from manygpus.config.options import parse_options
 from manygpus.data.loaders import generator, train_loader
 from manygpus.distributed import process_group
-from manygpus.distributed.launchers import DistEnv
+from manygpus.launchers import DistEnv
 from manygpus.record import records
+from manygpus.reports import comparison
+from manygpus.reports.comparison_text import report
 from manygpus.training.run import Run
 
 # What the user writes in place of the stage's lines.
@@ -165,7 +165,7 @@ def main():"""
 def own_training(task: tuple[str, str, str]) -> str:
     loss, classes, targets = task
     changes = {
-        "from manygpus.training.model import Net\n": "from manygpus.data.datasets import InMemoryDataset\n",
+        "from manygpus.network.model import Net\n": "from manygpus.data.datasets import InMemoryDataset\n",
         "\n\n@entrypoint\ndef main() -> None:": NETWORK.replace("CLASSES", classes).replace(
             "TARGETS", targets
         ),
@@ -350,7 +350,7 @@ def test_an_optimizer_whose_state_is_split_over_the_ranks(script: Script, tmp_pa
         losses.append([row["value"] for row in records.read_metrics(path) if row["metric"] == "critic_loss"])
     assert len(losses[0]) == 2 and losses[0] == losses[1] == losses[2]
     assert list((tmp_path / "saved").glob("*.pt"))
-    sharded = "__import__('manygpus.training.sharded').training.sharded.Sharded(second, other)"
+    sharded = "__import__('manygpus.checkpoint.sharded').training.sharded.Sharded(second, other)"
     own.write_text(text.replace(whole, zero).replace("    run.resume()", f"    {sharded}\n    run.resume()"))
     told = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
     assert "error on rank 0: Sharded cannot save a ZeroRedundancyOptimizer" in told

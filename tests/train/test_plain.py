@@ -19,9 +19,9 @@ from cluster import RunningCluster
 from conftest import AROUND, BY_FEATURE, ENVIRONMENT, REPOSITORY, STOPS, TESTED, rows_of, succeeded
 from forking import Forking
 
-from manygpus.compare import comparison
-from manygpus.compare.report import verdict
 from manygpus.record import records
+from manygpus.reports import comparison
+from manygpus.reports.comparison_text import verdict
 
 PLAIN = REPOSITORY / "01_singlegpu" / "plain.py"
 PLAIN_DDP = REPOSITORY / "03_multigpu_ddp" / "plain_ddp.py"
@@ -41,7 +41,7 @@ seen.epoch(*sys.argv[1:])"""
 KEPT = """\
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.checkpoint.checkpointer import Checkpointer
 from manygpus.training.recorder import Recorder
 rank = dist.get_rank()
 

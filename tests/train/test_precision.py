@@ -10,7 +10,7 @@ from conftest import REPOSITORY, one_error, places, rows_of, succeeded
 from torch import nn
 
 from manygpus.errors import UserError
-from manygpus.training.model import Net
+from manygpus.network.model import Net
 from manygpus.training.precision import precision_of, set_float32_precision
 
 pytestmark = pytest.mark.filterwarnings("error")  # of PyTorch's two ways to switch TF32

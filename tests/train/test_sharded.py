@@ -24,8 +24,8 @@ from conftest import (
 )
 from forking import Forking
 
-from manygpus.training import sharded
-from manygpus.training.model import Net
+from manygpus.checkpoint import sharded
+from manygpus.network.model import Net
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < sharded.NEEDED, reason=f"needs PyTorch {sharded.NEEDED} or newer"
@@ -50,9 +50,9 @@ from manygpus.config.options import parse_options
 from manygpus.data.datasets import InMemoryDataset
 from manygpus.data.loaders import train_loader
 from manygpus.distributed import process_group
-from manygpus.distributed.launchers import DistEnv
+from manygpus.launchers import DistEnv
 from manygpus.distributed.process_group import destroy_distributed
-from manygpus.training.sharded import Sharded
+from manygpus.checkpoint.sharded import Sharded
 
 SPLIT, GIVEN = os.environ["SPLIT"], os.environ.get("GIVEN")
 
@@ -110,9 +110,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.checkpoint.checkpointer import Checkpointer
 from manygpus.training.recorder import Recorder
-from manygpus.training.sharded import Sharded
+from manygpus.checkpoint.sharded import Sharded
 from manygpus import errors
 
 @errors.entrypoint
@@ -311,8 +311,8 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from manygpus.training.checkpoint import Checkpointer
-from manygpus.training.sharded import Sharded
+from manygpus.checkpoint.checkpointer import Checkpointer
+from manygpus.checkpoint.sharded import Sharded
 
 def resident(which):
     return int(re.search(rf"{which}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

@@ -13,9 +13,9 @@ import torch
 from checkout import Checkout
 from conftest import Script, failed, places, rows_of, run_stage, succeeded
 
-from manygpus.compare.report import report
 from manygpus.devices import devices_in_use
 from manygpus.record import records
+from manygpus.reports.comparison_text import report
 from manygpus.training.compute_time import ComputeTime
 
 SMALL = ("--train-size", 240, "--test-size", 100, "--batch-size", 60, "--precision", "fp32", "--epochs", 2)
@@ -89,7 +89,7 @@ def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script, checkout: Chec
     gpus = "facts.devices_in_use = lambda device: [torch.device('cuda', index) for index in range(3)]"
     names = "facts.device_name = lambda device: 'H200'"
     memory = "facts.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
-    checkout.plant("dp", f"from manygpus.training import facts; {gpus}; {names}; {memory}")
+    checkout.plant("dp", f"from manygpus.training import run_facts as facts; {gpus}; {names}; {memory}")
     done = succeeded(script(checkout.script("dp"), *SMALL, "--results-dir", tmp_path))
     assert list(of_ranks(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
     assert rows_of(tmp_path)[-1]["peak_memory_mb"] == 900

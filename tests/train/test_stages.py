@@ -12,9 +12,9 @@ from manygpus.config.options import parse_options
 from manygpus.data.datasets import InMemoryDataset, load_dataset
 from manygpus.data.loaders import DistributedBatchSampler, UnpaddedEvalSampler, eval_loader, train_loader
 from manygpus.data.samplers import ResumableSampler
-from manygpus.distributed.launchers import DistEnv
+from manygpus.launchers import DistEnv
+from manygpus.network.model import Net
 from manygpus.training.evaluation import evaluate
-from manygpus.training.model import Net
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 

@@ -26,8 +26,8 @@ from conftest import (
 )
 from forking import Forking
 
+from manygpus.checkpoint import sharded
 from manygpus.data import staging
-from manygpus.training import sharded
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 

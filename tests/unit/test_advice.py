@@ -13,9 +13,9 @@ from conftest import ENVIRONMENT, REPOSITORY, succeeded
 from forking import Forking
 from test_comparison import ddp, unpadded, write_run
 
-from manygpus.advice.advice import Constraints, advise
-from manygpus.advice.report import AnswerText, compare_and_answer
 from manygpus.record import records
+from manygpus.reports.advice.answer import AnswerText, compare_and_answer
+from manygpus.reports.advice.choice import Constraints, advise
 
 SCRIPT = REPOSITORY / "results" / "how_many_gpus.py"
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-xeon-2-cores" / "scaling" / "w32.csv"

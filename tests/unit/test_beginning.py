@@ -15,9 +15,10 @@ from conftest import ENVIRONMENT, REPOSITORY, ran
 from manygpus import job_folder
 from manygpus.errors import UserError
 from manygpus.job_folder import Script
-from manygpus.jobs import beginning, slurm
-from manygpus.jobs.beginning import Beginning, Plan
-from manygpus.jobs.program import Program
+from manygpus.jobs import slurm
+from manygpus.jobs.inside import start_plan
+from manygpus.jobs.inside.start_plan import Beginning, Plan
+from manygpus.jobs.user_program import Program
 from manygpus.monitor import samples
 
 RECORDED = Path(__file__).parent / "scontrol"
@@ -71,7 +72,7 @@ def record(release: str, situation: str) -> str:
 
 def decide(job: Beginning = JOB, /, **variables: str) -> Plan:
     job = replace(job, variables={**job.variables, **variables})
-    return beginning.decide(job, NAMES.get, NOW)
+    return start_plan.decide(job, NAMES.get, NOW)
 
 
 def refusal(job: Beginning = JOB, /, **variables: str) -> str:
@@ -108,19 +109,19 @@ def test_what_the_job_runs_and_the_code_of_it() -> None:
     """The commit of the kit is in the log already; a script elsewhere has its own, or is in no repository."""
     kit = "/home/me/kit"
     own = Script("/home/me/work/train.py", ["--name", "a b", "x\ny"], "1a2b3c-dirty", "/home/me/work")
-    assert beginning.script_lines(own, kit) == [
+    assert start_plan.script_lines(own, kit) == [
         "script  /home/me/work/train.py --name 'a b' 'x\\ny'",
         "code    1a2b3c with changes in /home/me/work",
     ]
-    assert beginning.script_lines(Script("/home/me/train.py", []), kit) == [
+    assert start_plan.script_lines(Script("/home/me/train.py", []), kit) == [
         "script  /home/me/train.py",
         "code    not a git checkout in /home/me",
     ]
     for repository in ("", kit):
         of_the_kit = Script(f"{kit}/03_multigpu_ddp/mnist_ddp.py", [], "c93d982", repository)
-        assert len(beginning.script_lines(of_the_kit, kit)) == 1
+        assert len(start_plan.script_lines(of_the_kit, kit)) == 1
     nested = Script(f"{kit}/mine/train.py", [], "1a2b3c", f"{kit}/mine")
-    assert beginning.script_lines(nested, kit)[1:] == [f"code    1a2b3c in {kit}/mine"]
+    assert start_plan.script_lines(nested, kit)[1:] == [f"code    1a2b3c in {kit}/mine"]
 
 
 def test_slurm_still_names_its_fields_so(release: str) -> None:
@@ -282,13 +283,13 @@ def test_bash_carries_out_the_plan() -> None:
         ["job  x", "", value],
         samples.RequestedResources(1, 1, 0, exclusive_helps=True),
     )
-    shell = f"{beginning.as_shell(plan)}\nenv -0 | grep -zE '^(OLD|NEW|OWN)='; printf %s \"$OWN$begun\""
+    shell = f"{start_plan.as_shell(plan)}\nenv -0 | grep -zE '^(OLD|NEW|OWN)='; printf %s \"$OWN$begun\""
     done = ran("bash", "-euc", shell, env=ENVIRONMENT | {"OLD": "1"})
     assert done.stdout == f"job  x\n\n{value}\nNEW={value}\0{value}1", done.stderr
 
 
 def begin(folder: Path, job: Beginning = JOB, monitored: bool = True) -> str:
-    return beginning.begin(replace(job, folder=folder), NAMES.get, monitored)
+    return start_plan.begin(replace(job, folder=folder), NAMES.get, monitored)
 
 
 def left_by_a_start(folder: Path) -> list[str]:

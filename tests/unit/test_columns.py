@@ -33,7 +33,7 @@ columns.COLUMNS["momentum"] = columns.Column(
 )
 
 from test_comparison import write_run
-from manygpus.compare import comparison
+from manygpus.reports import comparison
 from manygpus.config.options import Options, option, parse_options
 
 folder = Path(sys.argv[1])

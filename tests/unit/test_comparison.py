@@ -21,11 +21,11 @@ from conftest import ENVIRONMENT, succeeded
 from forking import Forking
 from matplotlib.figure import Figure
 
-from manygpus.compare import variants
-from manygpus.compare.report import report, report_each
 from manygpus.errors import UserError
 from manygpus.record import records
 from manygpus.record.records import RecordWriter
+from manygpus.reports import variants
+from manygpus.reports.comparison_text import report, report_each
 
 pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,10 +12,10 @@ import pytest
 from conftest import ENVIRONMENT, ran, succeeded
 
 from manygpus import job_folder
-from manygpus.jobs import ending as of_a_job
 from manygpus.jobs import slurm
-from manygpus.jobs.ending import Ending, SlurmFacts
-from manygpus.jobs.why import Evidence
+from manygpus.jobs.inside import outcome_rules as of_a_job
+from manygpus.jobs.inside.failure_reason import Evidence
+from manygpus.jobs.inside.outcome_rules import Ending, SlurmFacts
 from manygpus.monitor import samples
 
 RECORDED = Path(__file__).parent / "scontrol"
@@ -228,7 +228,7 @@ def ask(question: str, folder: Path, **values: object) -> str:
     told = {"launcher": "srun", "seconds": 5, "most_restarts": 50, "failure": "", "begun": 1}
     told |= {"from_outside": "", "resumes_unsaved": "", "folder": folder, "log": folder / "log"} | values
     entries = "".join(f"{name}={value}\0" for name, value in told.items()) + "\0"
-    command = (sys.executable, "-m", "manygpus.jobs.in_job", question)
+    command = (sys.executable, "-m", "manygpus.jobs.inside.in_job", question)
     return succeeded(ran(*command, env=ENVIRONMENT, input=entries)).stdout
 
 

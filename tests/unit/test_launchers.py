@@ -7,8 +7,8 @@ import sys
 import pytest
 from conftest import ran
 
-from manygpus.distributed import launchers
-from manygpus.distributed.launchers import DistEnv
+from manygpus import launchers
+from manygpus.launchers import DistEnv
 
 MEET = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
 
@@ -169,7 +169,7 @@ def test_two_mpiruns_have_a_port_each_and_leave_one_that_was_chosen(only: pytest
 def test_a_script_between_mpirun_and_the_ranks_leaves_them_their_port(only: pytest.MonkeyPatch) -> None:
     """Each rank has a script of its own, and all have to meet at one port: here that of pytest."""
     of_hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-    program = "from manygpus.distributed import launchers; print(launchers.launcher_of().main_address().port)"
+    program = "from manygpus import launchers; print(launchers.launcher_of().main_address().port)"
     script = f'"{sys.executable}" -c "{program}"; exit'  # bash would become the last command of a script
     done = ran("bash", "-c", script, env={**os.environ, **of_hydra})
     assert done.stdout.strip() == str(launchers.PORTS[os.getpid() % len(launchers.PORTS)]), done.stderr

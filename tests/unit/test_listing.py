@@ -8,8 +8,8 @@ import pytest
 
 from manygpus import job_folder
 from manygpus.job_folder import Outcome, Script
-from manygpus.jobs import listing
 from manygpus.jobs.slurm import JobStatus
+from manygpus.jobs.watch import job_list
 from manygpus.monitor import samples
 
 WELL = Outcome(
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_job_of_slurm(
     outcome: Outcome | None, status: JobStatus | None, state: str, note: str, folder: Path
 ) -> None:
-    row = listing.of_folder("7", folder, outcome, status)
+    row = job_list.of_folder("7", folder, outcome, status)
     assert (row.number, row.script, row.state) == ("7", "me/train.py --lr 0.1", state)
     assert note in row.note and bool(note) == bool(row.note)
     if outcome:
@@ -71,10 +71,10 @@ def test_the_time_of_a_job_is_that_of_all_its_starts(folder: Path) -> None:
     for starts, seconds in enumerate((60, 90), start=1):
         job_folder.prepare(folder, plain=False)
         before = (starts - 1) * 60
-        assert before <= listing.of_folder("7", folder, None, running).seconds < before + 60
+        assert before <= job_list.of_folder("7", folder, None, running).seconds < before + 60
         job_folder.keep_outcome(folder, replace(WELL, seconds=seconds))
     job_folder.keep_outcome(folder, replace(WELL, seconds=0, restart=2))
-    assert listing.of_folder("7", folder, job_folder.read_outcome(folder), None).seconds == 150
+    assert job_list.of_folder("7", folder, job_folder.read_outcome(folder), None).seconds == 150
 
 
 @pytest.mark.parametrize(
@@ -93,30 +93,30 @@ def test_the_time_of_a_job_is_that_of_all_its_starts(folder: Path) -> None:
 def test_how_often_a_job_has_come_back(
     outcome: Outcome | None, status: JobStatus | None, restarts: int, folder: Path
 ) -> None:
-    assert listing.of_folder("7", folder, outcome, status).cells()[5] == str(restarts)
+    assert job_list.of_folder("7", folder, outcome, status).cells()[5] == str(restarts)
 
 
 def test_without_findings_it_is_the_first_line_of_the_verdict(folder: Path) -> None:
     sampled = folder / samples.FOLDER
     (sampled / samples.VERDICT).write_text('{"findings": []}')
     (sampled / samples.TOLD).write_text("watch   no waste found\nwatch   job 7 was watched for 20 s\n")
-    assert listing.of_folder("7", folder, WELL, None).note == "no waste found"
+    assert job_list.of_folder("7", folder, WELL, None).note == "no waste found"
 
 
 def test_a_job_of_an_earlier_kit_or_with_many_arguments_has_a_row(folder: Path) -> None:
     arguments = ["--words", "a\nb", *["more"] * 20, "--seed", "17"]
     job_folder.keep_script(folder, Script("/home/me/train.py", arguments))
-    row = listing.of_folder("7", folder, WELL, None)
+    row = job_list.of_folder("7", folder, WELL, None)
     assert row.script.startswith("me/train.py --words 'a\\nb' ") and row.script.endswith("more --seed 17")
-    assert len(row.script) == listing.MOST_OF_A_SCRIPT
+    assert len(row.script) == job_list.MOST_OF_A_SCRIPT
     (folder / job_folder.SCRIPT).unlink()
-    assert listing.of_folder("7", folder, WELL, None).script == "-"
+    assert job_list.of_folder("7", folder, WELL, None).script == "-"
 
 
 def test_jobs_are_told_apart_by_their_name_their_folder_and_their_arguments(folder: Path) -> None:
     script = Script("/home/me/projects/vae/main.py", ["--seed", "2"], job_name="night", log="/logs/7.log")
     job_folder.keep_script(folder, script)
-    row = listing.of_folder("7", folder, WELL, None)
+    row = job_list.of_folder("7", folder, WELL, None)
     assert row.cells()[:3] == ("7", "night", "vae/main.py --seed 2") and row.log == "/logs/7.log"
     for word in ("7", "night", "projects/vae", "--seed 2"):
         assert row.matches(word)

@@ -24,7 +24,7 @@ Curves = dict[str, list[tuple[int, float]]]
 LOGGED = """\
 import sys, torch, torch.distributed as dist
 from manygpus.record.loggers import MLflowLogger, TensorBoardLogger, WandbLogger
-from manygpus.training.checkpoint import Checkpointer
+from manygpus.checkpoint.checkpointer import Checkpointer
 from manygpus.training.recorder import Recorder
 dist.init_process_group("gloo")
 model = torch.nn.Linear(2, 1)

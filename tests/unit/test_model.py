@@ -9,7 +9,7 @@ from conftest import REPOSITORY, succeeded, weights_of
 from torch import nn
 
 from manygpus.data.datasets import load_dataset
-from manygpus.training.model import Net
+from manygpus.network.model import Net
 
 SMALL = ("--train-size", 640, "--test-size", 100, "--precision", "fp32")
 

@@ -103,7 +103,7 @@ def test_the_login_node_stays_light() -> None:
     """Nothing heavy on the way to a submission, down to the modules that those modules import."""
     program = (
         "import sys; from manygpus.commands import compare, monitor, sweep\n"
-        "from manygpus.jobs import submission; print('submitit' in sys.modules)\n"
+        "from manygpus.jobs.submit import submission; print('submitit' in sys.modules)\n"
         "submission.submitter(submission.STAGES['ddp'])\n"
         f"print(sorted({HEAVY!r} & sys.modules.keys()))"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from manygpus.jobs import program
+from manygpus.jobs import user_program
 
 SAVED = ("model-9.pt", "model-10.pt", "best.pt")  # the newest last
 
@@ -43,13 +43,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_words_for_a_start_after_the_first(words: str, expected: str | None, folder: Path) -> None:
     """None: it starts anew."""
-    named, arguments = program.parse(["--when-requeued", words, "--plain", "-m", "train", "--lr", "1"])
+    named, arguments = user_program.parse(["--when-requeued", words, "--plain", "-m", "train", "--lr", "1"])
     assert named.in_start(0, arguments, folder) == ["--lr", "1"]
     added = [word.replace("{folder}", str(folder)) for word in (expected or "").split()]
     assert named.in_start(1, arguments, folder) == ["--lr", "1", *added]
     assert named.when_requeued is not None
     # A job script gets them as words.
-    assert program.parse([*named.words, *arguments]) == (named, arguments)
+    assert user_program.parse([*named.words, *arguments]) == (named, arguments)
 
 
 def test_an_installed_program_is_found_as_by_the_shell(
@@ -67,12 +67,12 @@ def test_an_installed_program_is_found_as_by_the_shell(
     monkeypatch.setattr("sys.executable", str(places["kit"] / "python"))
 
     def found(*words: str) -> Path:
-        return program.parse([*words, "--plain", "torchrun", "x.py"])[0].path
+        return user_program.parse([*words, "--plain", "torchrun", "x.py"])[0].path
 
     assert found() == places["path"] / "torchrun"
     assert found("--python", "mine/bin/python") == places["mine"] / "torchrun"
     monkeypatch.setenv("PATH", "/nowhere")
-    named, arguments = program.parse(["--plain", "torchrun", "x.py"])
+    named, arguments = user_program.parse(["--plain", "torchrun", "x.py"])
     assert named.name == [str(places["kit"] / "torchrun")] and arguments == ["x.py"]
     # Its user's code is where that stands.
     assert named.folder == tmp_path

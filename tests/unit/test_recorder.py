@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 import torch
 
-from manygpus.compare import comparison
+from manygpus.checkpoint import state_file
 from manygpus.data.datasets import InMemoryDataset
 from manygpus.errors import UserError
 from manygpus.record import records
-from manygpus.training import state_file
+from manygpus.reports import comparison
 from manygpus.training.recorder import Recorder
 
 

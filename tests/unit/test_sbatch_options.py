@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from manygpus.errors import UserError
-from manygpus.jobs.sbatch_options import sbatch_options
 from manygpus.jobs.site import OPTION_TEMPLATES, Site
 from manygpus.jobs.stages import STAGES, resources
+from manygpus.jobs.submit.slurm_options import sbatch_options
 
 ONE = resources(STAGES["single"], 1)
 ALL_OF_A_NODE = resources(STAGES["dp"], 2)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from manygpus.advice import scaling
-from manygpus.advice.scaling import AllReduce, Measured, Shape
+from manygpus.reports.advice import scaling
+from manygpus.reports.advice.scaling import AllReduce, Measured, Shape
 
 PREDICTIONS = runpy.run_path(str(REPOSITORY / "tools" / "bench" / "predictions.py"))
 

@@ -1,4 +1,4 @@
-"""manygpus/training/state_file.py: what a checkpoint can hold, and what it cannot."""
+"""manygpus/checkpoint/state_file.py: what a checkpoint can hold, and what it cannot."""
 
 from argparse import Namespace
 from collections import deque, namedtuple
@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from manygpus.checkpoint.state_file import check_parts, load_parts, load_verified, save, states_of
 from manygpus.errors import UserError
-from manygpus.training.state_file import check_parts, load_parts, load_verified, save, states_of
 
 Point = namedtuple("Point", "x y")
 

@@ -8,7 +8,7 @@ import pytest
 
 from manygpus import job_folder
 from manygpus.job_folder import Outcome
-from manygpus.jobs import sweep_table
+from manygpus.jobs.sweeps import progress_table
 
 WELL = Outcome(
     restart=0, exit_code=0, why=[], failed_rank=None, saved=None, requeued=False, seconds=9, said=[]
@@ -19,7 +19,7 @@ WELL = Outcome(
 def run(tmp_path: Path) -> Path:
     """The folder of a run of two processes, which has been sent."""
     (tmp_path / "job").mkdir()
-    (tmp_path / sweep_table.RUN).write_text(json.dumps({"tasks": 2}))
+    (tmp_path / progress_table.RUN).write_text(json.dumps({"tasks": 2}))
     return tmp_path
 
 
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 def test_by_the_notes_of_a_job_on_this_machine(notes: tuple[str, ...], finished: bool, run: Path) -> None:
     for note in notes:
         (run / "job" / note).touch()
-    assert sweep_table.has_finished(run) == finished
+    assert progress_table.has_finished(run) == finished
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_by_the_notes_of_a_job_on_this_machine(notes: tuple[str, ...], finished:
 def test_by_the_outcome_of_a_job_of_slurm(changed: dict, finished: bool, run: Path) -> None:
     (run / "job" / "rank-0.finished").touch()
     job_folder.keep_outcome(run / "job", replace(WELL, **changed))
-    assert sweep_table.has_finished(run) == finished
+    assert progress_table.has_finished(run) == finished

@@ -2,7 +2,7 @@
 
 import pytest
 
-from manygpus.jobs import variation
+from manygpus.jobs.sweeps import varied_options
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ from manygpus.jobs import variation
     ],
 )
 def test_each_value_reaches_the_script_whole(text: str, theirs: list[str], expected: list[list[str]]) -> None:
-    combinations = variation.combinations([variation.varied(text)])
-    assert [[*variation.filled(theirs, settings, known={})] for settings in combinations] == expected
+    combinations = varied_options.combinations([varied_options.varied(text)])
+    assert [[*varied_options.filled(theirs, settings, known={})] for settings in combinations] == expected

@@ -21,7 +21,6 @@ import torch
 from ladder import RUNGS
 
 from manygpus import at_least, errors
-from manygpus.compare.page import markdown
 from manygpus.config.command_line import Parser
 from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.data import staging
@@ -29,7 +28,8 @@ from manygpus.devices import accelerator_of, device_name
 from manygpus.files import check_writable
 from manygpus.jobs.stages import STAGES
 from manygpus.record import records
-from manygpus.training.facts import git_commit
+from manygpus.reports.page import markdown
+from manygpus.training.run_facts import git_commit
 
 HERE = Path(__file__).resolve().parent
 SPEEDS = {"images_per_s": "training", "eval_images_per_s": "evaluation"}

@@ -17,8 +17,8 @@ from torch import nn
 from manygpus import load_dataset
 from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.data.loaders import Batch, DistributedBatchSampler, ResidentBatches
-from manygpus.training.model import Dropout
-from manygpus.tuning import keep_freed_memory
+from manygpus.network.model import Dropout
+from manygpus.training.tuning import keep_freed_memory
 
 RUNGS = (
     "classic script",
@@ -33,7 +33,7 @@ RUNGS = (
 
 
 class LadderNet(ClassicNet):
-    """The classic network with the techniques of manygpus.training.model switched on one by one."""
+    """The classic network with the techniques of manygpus.network.model switched on one by one."""
 
     def __init__(self, have: set[str]) -> None:
         super().__init__()

@@ -14,17 +14,17 @@ import pandas as pd
 import psutil
 
 from manygpus import errors
-from manygpus.compare import page
 from manygpus.config.command_line import Parser
 from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.data import staging
 from manygpus.files import check_writable
-from manygpus.jobs import submission
-from manygpus.jobs.following import LocalHandle
-from manygpus.jobs.request import Request
 from manygpus.jobs.site import OPTION_TEMPLATES, Site
 from manygpus.jobs.stages import STAGES, resources
+from manygpus.jobs.submit import submission
+from manygpus.jobs.submit.request import Request
+from manygpus.jobs.watch.job_status import LocalHandle
 from manygpus.record import records
+from manygpus.reports import page
 
 HERE = Path(__file__).resolve().parent
 TRAINING = ("--epochs=4", "--train-size=12800", "--batch-size=256", "--no-cuda", "--precision=fp32")

@@ -17,7 +17,10 @@ import numpy as np
 import pandas as pd
 
 from manygpus import at_least, entrypoint
-from manygpus.advice.advice import (
+from manygpus.config.command_line import Parser
+from manygpus.files import check_writable
+from manygpus.reports import comparison
+from manygpus.reports.advice.choice import (
     AS_GOOD,
     BYTES_OF_A_GRADIENT,
     INTERVAL,
@@ -28,12 +31,9 @@ from manygpus.advice.advice import (
     interval,
     read_all_reduces,
 )
-from manygpus.advice.run_set import RunSet, sets
-from manygpus.advice.scaling import Measured, Shape, fit
-from manygpus.compare import comparison
-from manygpus.compare.page import markdown
-from manygpus.config.command_line import Parser
-from manygpus.files import check_writable
+from manygpus.reports.advice.run_set import RunSet, sets
+from manygpus.reports.advice.scaling import Measured, Shape, fit
+from manygpus.reports.page import markdown
 
 BENCH = Path(__file__).resolve().parent
 SAMPLES = BENCH.parents[1] / "results" / "sample" / "cpu-xeon-2-cores"

@@ -26,7 +26,9 @@ import pandas as pd
 from predictions import as_texts
 
 from manygpus import UserError, entrypoint
-from manygpus.advice.advice import (
+from manygpus.config.command_line import Parser
+from manygpus.files import check_writable
+from manygpus.reports.advice.choice import (
     AS_GOOD,
     BYTES_OF_A_GRADIENT,
     INTERVAL,
@@ -35,11 +37,9 @@ from manygpus.advice.advice import (
     choose,
     predict_option,
 )
-from manygpus.advice.run_set import RunSet
-from manygpus.advice.scaling import Scaling, Shape, fit
-from manygpus.compare.page import markdown
-from manygpus.config.command_line import Parser
-from manygpus.files import check_writable
+from manygpus.reports.advice.run_set import RunSet
+from manygpus.reports.advice.scaling import Scaling, Shape, fit
+from manygpus.reports.page import markdown
 
 BENCH = Path(__file__).resolve().parent
 SERIES = json.loads((BENCH / "published.json").read_text())

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import matplotlib
 from matplotlib.figure import Figure
 
-from manygpus.compare import comparison, figures
+from manygpus.reports import comparison, figures
 from pictures.svg import COLOURS
 
 REPOSITORY = Path(__file__).resolve().parents[2]

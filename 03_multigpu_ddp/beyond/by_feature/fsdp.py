@@ -34,9 +34,9 @@ from manygpus import (
     train_loader,
     tune_process,
 )
+from manygpus.checkpoint.sharded import check_pytorch
 from manygpus.distributed import process_group
 from manygpus.training.kept_memory import kept_bytes
-from manygpus.training.sharded import check_pytorch
 
 
 @dataclass(frozen=True)

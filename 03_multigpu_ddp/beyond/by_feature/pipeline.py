@@ -34,7 +34,7 @@ from manygpus import (
     train_loader,
     tune_process,
 )
-from manygpus.training.sharded import check_pytorch
+from manygpus.checkpoint.sharded import check_pytorch
 
 BLOCKS = 8  # of the whole network, over all stages
 PIXELS = 28 * 28  # of an image

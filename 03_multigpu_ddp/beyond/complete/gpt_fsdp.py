@@ -24,8 +24,8 @@ from manygpus import (
     set_float32_precision,
     tune_process,
 )
+from manygpus.checkpoint.sharded import check_pytorch
 from manygpus.training.best import Best
-from manygpus.training.sharded import check_pytorch
 
 
 @entrypoint

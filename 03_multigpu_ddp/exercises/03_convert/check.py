@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from manygpus.data import synthetic
-from manygpus.distributed.launchers import free_port
 from manygpus.jobs import slurm
+from manygpus.launchers import free_port
 from manygpus.training.sync_on_cpu import SyncOnCPU
 from manygpus.workshop.ranks import TIMEOUT, in_ranks
 from manygpus.workshop.work import Workspace, Wrong, is_close

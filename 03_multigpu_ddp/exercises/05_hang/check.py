@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from manygpus.distributed.launchers import free_port
+from manygpus.launchers import free_port
 from manygpus.workshop.ranks import TIMEOUT, in_ranks
 from manygpus.workshop.work import Answers, Workspace, Wrong
 

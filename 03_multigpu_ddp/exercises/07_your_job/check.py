@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from manygpus import job_folder
-from manygpus.jobs import listing
-from manygpus.jobs.listing import Listed
 from manygpus.jobs.site import read_site
+from manygpus.jobs.watch import job_list
+from manygpus.jobs.watch.job_list import Listed
 from manygpus.monitor import samples
 from manygpus.workshop.work import Workspace, Wrong
 
@@ -78,13 +78,13 @@ def check(workspace: Workspace) -> str:
 
 
 def _recorded(job: str, folder: Path) -> Listed:
-    return listing.of_folder(job, folder, job_folder.read_outcome(folder), status=None)
+    return job_list.of_folder(job, folder, job_folder.read_outcome(folder), status=None)
 
 
 def _of_this_checkout(job: str) -> tuple[Listed, Path]:
     """Return the row of the job in the list of jobs, and the job's folder."""
     site = read_site()
-    rows = {row.number: row for row in listing.jobs(site)}
+    rows = {row.number: row for row in job_list.jobs(site)}
     if job not in rows:
         there_are = f"the jobs are {', '.join(rows)}" if rows else "no job has been submitted from here yet"
         raise Wrong(f"There is no job {job} of this checkout: {there_are}.")

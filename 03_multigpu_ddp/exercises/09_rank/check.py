@@ -128,7 +128,7 @@ def check(workspace: Workspace) -> str:
     return (
         f"Two of the four have local rank 0, one on each node: {guess}. The rank decides which shard of the "
         "data a process gets, and which process prints and saves. The local rank only chooses the GPU. Read "
-        "both from the launcher, as manygpus/distributed/launchers.py does, since the launcher decides how "
+        "both from the launcher, as manygpus/launchers.py does, since the launcher decides how "
         "ranks are placed on nodes."
     )
 

@@ -1,0 +1,1 @@
+"""What a training saves, when, and how it resumes."""

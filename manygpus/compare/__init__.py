@@ -1,1 +1,0 @@
-"""What the records of many runs show together."""

@@ -1,0 +1,287 @@
+"""How a job ends, decided from what Slurm says of it, the notes of its ranks, its exit code and its log.
+
+It is asked at the end of the job script (`finish` in slurm/job_env.sh). It needs no packages.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from manygpus import job_folder
+from manygpus.job_folder import Outcome
+from manygpus.jobs import slurm
+from manygpus.jobs.inside import failure_reason
+from manygpus.jobs.inside.failure_reason import Evidence, Reason
+from manygpus.monitor import samples
+
+SOON_SECONDS = 300  # a job that fails in its first five minutes might do so again and again
+
+
+@dataclass(frozen=True)
+class SlurmFacts:
+    """What Slurm says of a job that is about to end.
+
+    Attributes:
+        at_time_limit: whether it has reached its time limit.
+        preempted: whether it was told to leave for a job of higher priority, in this start.
+        restarts: how often it has come back from the queue; None if that is unknown.
+    """
+
+    at_time_limit: bool = False
+    preempted: bool = False
+    restarts: int | None = None
+
+    @classmethod
+    def parse(cls, shown: str) -> "SlurmFacts":
+        """Return the facts in an answer of `scontrol --oneliner show job`; "" if it gave none."""
+        fields = slurm.fields(shown)
+        restarts = fields.get("Restarts", "")
+        return cls(
+            at_time_limit=fields.get("Reason") == "TimeLimit",
+            preempted=fields.get("PreemptTime", "None")[:1].isdigit(),
+            restarts=int(restarts) if restarts.isdecimal() else None,
+        )
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the job script itself knows at its end.
+
+    Attributes:
+        code: its exit code so far.
+        from_outside: whether it was sent SIGTERM or SIGHUP. scancel and the time limit send it to the job
+            script; preemption sends it to the ranks only.
+        seconds: since its start.
+        restart: which start it is; 0 for the first.
+        refusal: why Slurm has refused to put the job back into the queue; "" if it did not refuse; None if
+            it was not asked.
+        most_restarts: how often a job that has saved may go back, on this site.
+        begun: whether it has come so far that its ranks could start. Else the notes in its folder are of an
+            earlier start.
+        failure: the error by which the job script itself has ended; "" for any other end.
+        resumes_unsaved: whether its script resumes without a note that it has saved (--when-requeued).
+        would_start_anew: whether nothing is there that the words of --when-requeued name, or it has none.
+    """
+
+    code: int
+    from_outside: bool = False
+    seconds: int = 0
+    restart: int = 0
+    refusal: str | None = None
+    most_restarts: int = 50
+    begun: bool = True
+    failure: str = ""
+    resumes_unsaved: bool = False
+    would_start_anew: bool = False
+
+    @property
+    def requeued(self) -> bool:
+        """Return whether the job has gone back to the queue."""
+        return self.refusal == ""
+
+    @property
+    def was_the_last(self) -> bool:
+        """Return whether the job has come back as often as it may on this site."""
+        return self.restart >= self.most_restarts
+
+
+def may_go_back(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
+    """Return whether a job with this folder may go back to the queue."""
+    return not ending.was_the_last and _has_reason_to_go_back(facts, folder, ending)
+
+
+def _has_reason_to_go_back(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
+    """Return whether a job that can resume was stopped, rather than ended by its user or by a fault.
+
+    Where a rank fails, srun ends the others, and these may save. That is no reason to come back soon after
+    the start, since such a job would do so without end. A script that resumes without a note that it has
+    saved comes back only where Slurm has ended it: any other end may be a fault of its own. If it would start
+    anew, it would reach its time limit again.
+    """
+    has_saved = job_folder.stopped(folder) is not None
+    if not has_saved and not (ending.resumes_unsaved and ending.code):
+        return False
+    if facts.at_time_limit:
+        return has_saved or not ending.would_start_anew
+    if ending.from_outside:
+        return False
+    if not has_saved:
+        return facts.preempted
+    return ending.code == 0 or ending.seconds >= SOON_SECONDS or facts.preempted
+
+
+class Verdict(NamedTuple):
+    """How a start has ended: its exit code, why it failed, and what its log is to say of it."""
+
+    exit_code: int
+    reasons: list[Reason]
+    said: list[str]
+
+
+def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> Outcome:
+    """Return how this start of a job has ended, and what its log is to say of it.
+
+    Args:
+        facts: by Slurm.
+        folder: the job's own.
+        ending: by the job script.
+        evidence: by the ranks and by what their launcher has printed.
+    """
+    if ending.code == 0 and evidence.node_failed:  # Slurm itself puts the job back into the queue
+        ending = replace(ending, code=1, from_outside=True)
+    saved = job_folder.stopped(folder)
+    if saved == "":
+        saved = str(folder / job_folder.CHECKPOINTS)
+    verdict = _verdict(facts, folder, ending, evidence, saved)
+    first = verdict.reasons[0] if verdict.reasons else Reason("")
+    return Outcome(
+        restart=ending.restart,
+        # srun reports the highest, which is 143 where it had to end others.
+        exit_code=first.exit_code or verdict.exit_code,
+        why=[reason.text for reason in verdict.reasons],
+        failed_rank=first.rank,
+        saved=saved,
+        requeued=ending.requeued,
+        seconds=ending.seconds,
+        said=verdict.said,
+    )
+
+
+def _verdict(
+    facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence, saved: str | None
+) -> Verdict:
+    again = _how_to_resume(folder, saved)
+    preempted = _was_only_preempted(facts, folder)
+    if ending.failure:  # its log has it already
+        said = [f"correct it, and {again}"] if saved else []
+        return Verdict(ending.code or 1, [Reason(ending.failure)], said)
+
+    if ending.refusal:
+        by_hand = _how_to_resume(folder, saved, refused=True)
+        refused = Reason(f"this job is not requeued ({ending.refusal}): {by_hand}")
+        return Verdict(ending.code or 1, [refused], [f"error: {refused.text}"])
+
+    stays_as_the_last = (
+        ending.refusal is None and ending.was_the_last and _has_reason_to_go_back(facts, folder, ending)
+    )
+    code = ending.code
+    if stays_as_the_last:
+        code = code or 1  # its training has not come to its end
+
+    if stays_as_the_last and not preempted:
+        returns = f"it has come back {ending.restart} times, which is the limit here (SITE_MOST_RESTARTS)"
+        stays = Reason(f"{returns}: {again}")
+        failed = evidence.reasons() if ending.code and not ending.from_outside else []
+        if failed:
+            return Verdict(code, failed, [*failure_reason.sentences(failed), stays.text])
+        return Verdict(code, [stays], failure_reason.sentences([stays]))
+
+    if ending.from_outside and not ending.requeued:
+        hang = _hang(folder) if facts.at_time_limit else ""
+        reasons = [Reason(hang)] if hang else []
+        said = failure_reason.sentences(reasons) or [
+            "ended from outside: by scancel, scontrol requeue, preemption, the time limit or a failed node"
+        ]
+        if ending.resumes_unsaved and ending.would_start_anew and facts.at_time_limit:
+            said.append(
+                "it does not come back: it has nothing to resume from (--when-requeued), and would reach its "
+                "time limit again"
+            )
+        elif saved or _has_checkpoints(folder):
+            said.append(f"if it does not come back by itself, {again}")
+        return Verdict(code, reasons, said)
+
+    if code and preempted and not ending.requeued:
+        # Newer Slurm (seen: 24.11, 26.05) brings it back, whatever its exit code; 22.05 does not.
+        left = "a job of higher priority took its place (preemption)"
+        reason = Reason(f"{left}: if squeue shows that it does not come back, {again}")
+        return Verdict(code, [reason], failure_reason.sentences([reason]))
+
+    if code == 0:
+        return Verdict(0, [], [])
+
+    ended_by_slurm = ending.requeued and (facts.at_time_limit or preempted)  # its ranks died of that
+    reasons = evidence.reasons() if ending.begun and not ended_by_slurm else []
+    return Verdict(
+        code, reasons, [*failure_reason.sentences(reasons), *_after_a_failure(folder, ending, saved)]
+    )
+
+
+def _after_a_failure(folder: Path, ending: Ending, saved: str | None) -> list[str]:
+    """Return how to resume from the checkpoints of a job that has failed, if there are any."""
+    again = _how_to_resume(folder, saved)
+    if ending.requeued:
+        return []
+    if saved:
+        return [f"it failed soon after its start, so it does not come back: correct it, and {again}"]
+    if _has_checkpoints(folder):
+        return [f"it has checkpoints: to resume from them, {again}"]
+    return []
+
+
+def reason(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:
+    """Return why a job has failed: by its outcome, by its monitor, or by its state in Slurm; "" if unknown.
+
+    A job script whose ranks outlive SIGTERM is killed at the time limit, before it can leave an outcome.
+    """
+    by_slurm = slurm.FAILED.get(state_in_slurm, "")
+    if outcome and outcome.why:
+        if state_in_slurm == slurm.OUT_OF_MEMORY:  # a rank that was killed can only guess
+            return f"{outcome.why[0]}; {by_slurm}"
+        return outcome.why[0]
+    if state_in_slurm == slurm.TIMEOUT:
+        return _hang(folder) or by_slurm
+    return by_slurm
+
+
+def _hang(folder: Path) -> str:
+    """Return why more time would not have helped a job at its limit; "" if its monitor saw no hang.
+
+    Seen: a script that took LOCAL_RANK for its rank waited until the limit, and was told to ask for more.
+    """
+    sentence = samples.hang(folder / samples.FOLDER)
+    return f"it hung until its time limit: {sentence}" if sentence else ""
+
+
+def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
+    """Return whether a job that ended well is to do nothing more, should Slurm start it again.
+
+    Slurm does so where it was preempted and ended by itself in its grace time (from 24.05 on), or had come
+    back before (seen: 24.11; SchedMD's ticket 25682). The training would be made twice. A plain script that
+    is told to leave may do so with 0, and then has to come back.
+    """
+    if not (folder / job_folder.PLAIN).exists():
+        return True
+    return ending.restart > 0 and not facts.preempted
+
+
+def _how_to_resume(folder: Path, saved: str | None, refused: bool = False) -> str:
+    """Return how to resume by hand; `refused` if Slurm does not start this job again."""
+    own = str(folder / job_folder.CHECKPOINTS)
+    if saved is None and _has_checkpoints(folder):
+        saved = own
+    if saved is None:
+        return "submit again"
+    if not (folder / job_folder.PLAIN).exists():
+        return f"submit again with --checkpoint-dir {saved}"
+    if saved != own:  # a new job finds it, too
+        return f"submit again (saved: {saved})"
+    if not _has_checkpoints(folder):  # it saves elsewhere
+        return "submit again"
+    by_a_new_job = f"submit a script that loads from {saved} (Checkpointer: folder=...)"
+    if refused:
+        return by_a_new_job
+    script = job_folder.read_script(folder)
+    number = script.number_in_slurm(folder.name) if script else folder.name
+    # Slurm forgets a job after MinJobAge, by default five minutes.
+    return f"run scontrol requeue {number} within minutes, which resumes it in its folder, or {by_a_new_job}"
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    """Return whether there is anything but a lock in the job's folder of checkpoints."""
+    return any(not path.name.startswith(".") for path in (folder / job_folder.CHECKPOINTS).glob("*"))
+
+
+def _was_only_preempted(facts: SlurmFacts, folder: Path) -> bool:
+    """Return whether preemption is why it failed: no rank had a reason of its own."""
+    return facts.preempted and not job_folder.first_failed(folder)

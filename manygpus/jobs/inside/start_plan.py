@@ -1,0 +1,436 @@
+"""How a job begins, decided from what Slurm says of it and from the variables of its shell.
+
+It is asked once site.sh is read and Python is ready (`begin` in slurm/job_env.sh), and answers in shell code.
+It needs no packages.
+"""
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from manygpus import job_folder, launchers
+from manygpus.errors import UserError
+from manygpus.job_folder import Script
+from manygpus.jobs import slurm
+from manygpus.jobs.user_program import Program
+from manygpus.monitor import samples
+
+# What sbatch sets if a job asks for it, and the field that its record then has.
+RECORDED = {
+    "SLURM_GPUS": "TresPerJob",
+    "SLURM_GPUS_PER_NODE": "TresPerNode",
+    "SLURM_GPUS_PER_SOCKET": "TresPerSocket",
+    "SLURM_GPUS_PER_TASK": "TresPerTask",
+    "SLURM_TRES_PER_TASK": "TresPerTask",
+    "SLURM_NTASKS_PER_GPU": "NtasksPerTRES",
+    "SLURM_NTASKS_PER_TRES": "NtasksPerTRES",
+    "SLURM_CPUS_PER_GPU": "CpusPerTres",
+    "SLURM_MEM_PER_NODE": "MinMemoryNode",
+    "SLURM_MEM_PER_CPU": "MinMemoryCPU",
+    "SLURM_MEM_PER_GPU": "MemPerTres",
+    "SLURM_GPU_BIND": "TresBind",
+    "SLURM_TRES_BIND": "TresBind",
+    "SLURM_GPU_FREQ": "TresFreq",
+}
+# What sbatch may set, and a record does not have.
+NOT_RECORDED = re.compile("SLURM_DIST.*|SLURM_MEM_BIND.*|SLURM_CPU_FREQ.*|SLURM_OVERCOMMIT")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What is known of a job when it begins.
+
+    Attributes:
+        record: what `scontrol --oneliner show job` says of it; "" if it does not answer.
+        variables: of its shell, those of Slurm and of the site that count here.
+        set_aside: options of srun in its shell, which srun does not get so far. Some may be left from another
+            job that has sent this one. What the site itself sets is not among them.
+        exported: the names of all variables that its processes would get.
+        first_node: its name in Slurm; "" if it is unknown.
+        first_node_record: what `scontrol --oneliner show node` says of that.
+        addresses: of the node that this is asked on.
+        signal_lines: the lines of the job script that begin with `#SBATCH --signal=`.
+        gpu_names: one in each line, as nvidia-smi prints them.
+        version: of the code in `repository`; "" if git does not know it.
+        repository: this checkout.
+        folder: the job's own.
+        program: its script, where that does not use the kit.
+        array_of_runs: whether it is of a sweep, each task of which has arguments of its own (job_script.py).
+    """
+
+    record: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    set_aside: Mapping[str, str] = field(default_factory=dict)
+    exported: tuple[str, ...] = ()
+    first_node: str = ""
+    first_node_record: str = ""
+    addresses: tuple[str, ...] = ()
+    signal_lines: str = ""
+    gpu_names: str = ""
+    version: str = ""
+    repository: str = ""
+    folder: Path = Path()
+    program: Program | None = None
+    array_of_runs: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Return whether its script does not use the kit."""
+        return self.program is not None
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        """Return the fields of its record; none if what scontrol has printed is none."""
+        return slurm.fields(self.record) if "JobId=" in self.record else {}
+
+    @property
+    def restarts(self) -> int:
+        """Return how often it has come back from the queue.
+
+        A job that is sent by another has the other's number in its environment.
+        """
+        recorded = self.recorded.get("Restarts", "")
+        if recorded.isdecimal():
+            return int(recorded)
+        return _number(self.variables, "SLURM_RESTART_COUNT")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a job begins.
+
+    Attributes:
+        unset: variables to unset.
+        exports: variables to set, for all processes.
+        assigns: variables to set for the job script alone.
+        header: the first lines of its log.
+        asked: what it has asked Slurm for, which the verdict of its samples compares with what it used.
+    """
+
+    unset: list[str]
+    exports: dict[str, str]
+    assigns: dict[str, str]
+    header: list[str]
+    asked: samples.RequestedResources
+
+
+def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) -> Plan:
+    """Return how the job begins.
+
+    Args:
+        job: what is known of it.
+        resolve: returns the address that a name has on this node; None if it has none.
+        now: the time, for the log.
+
+    Raises:
+        UserError: if it cannot train.
+    """
+    _refuse_an_array(job)
+    _refuse_a_short_limit(job)
+    starts_its_ranks = job.program is not None and job.program.one_process_per_node
+    if starts_its_ranks:
+        _refuse_several_tasks(job)
+    exports = {name: value for name, value in job.set_aside.items() if _is_of_this_job(name, job)}
+    assigns: dict[str, str] = {}
+    unset = [name for name in job.set_aside if name not in exports]
+    unset += [name for name in job.exported if launchers.LEFT_BY_LAUNCHERS.fullmatch(name)]
+    variables = {**job.variables, **exports}
+
+    if job.restarts:
+        exports["SLURM_RESTART_COUNT"] = str(job.restarts)
+    else:
+        unset.append("SLURM_RESTART_COUNT")
+
+    gpus_per_node = _gpus_per_node(variables)
+    if gpus_per_node:
+        exports.pop("SLURM_GPUS", None)
+        exports["SLURM_GPUS_PER_NODE"] = str(gpus_per_node)
+        unset.append("SLURM_GPUS")
+
+    cpus_per_task = _cpus_per_task_asked_for(job)
+    if cpus_per_task is None:
+        cpus_per_task = _share_of_cpus(variables)
+        assigns["SLURM_CPUS_PER_TASK"] = str(cpus_per_task)
+        unset.append("SLURM_CPUS_PER_TASK")
+    ranks_per_task = max(_number(variables, "SLURM_GPUS_ON_NODE"), 1) if starts_its_ranks else 1
+    exports["OMP_NUM_THREADS"] = str(_threads(variables, max(cpus_per_task // ranks_per_task, 1)))
+
+    address = _meeting_address(job, resolve)
+    port = _meeting_port(variables)
+    exports["MASTER_ADDR"] = address
+    exports["MASTER_PORT"] = port
+    interface = variables.get("SITE_NETWORK_INTERFACE")
+    if interface:
+        exports["NCCL_SOCKET_IFNAME"] = interface
+        exports["GLOO_SOCKET_IFNAME"] = interface
+
+    tasks_per_node = variables.get("SLURM_TASKS_PER_NODE", "1")
+    name = variables.get("SLURM_JOB_NAME", "")
+    numbers = _numbers(variables["SLURM_JOB_ID"], job)
+    gpus_on_node = _number(variables, "SLURM_GPUS_ON_NODE")
+    return Plan(
+        unset=unset,
+        exports=exports,
+        assigns=assigns,
+        header=[
+            f"job     {numbers} {name}, restart {job.restarts}, {now:%FT%T%z}",
+            f"nodes   {variables['SLURM_JOB_NODELIST']}, tasks per node {tasks_per_node}, "
+            f"CPUs per task {cpus_per_task}",
+            # Other nodes may have fewer (seen: --gpus=3, and three tasks with --gpus-per-task=1).
+            f"GPUs    {gpus_on_node} on {job.first_node}: {_count_by_name(job.gpu_names)}",
+            code_line(job.version, job.repository),
+            f"meet at {address}:{port}; checkpoints and notes in {job.folder}",
+        ],
+        asked=samples.RequestedResources(
+            cpus_per_task=cpus_per_task,
+            tasks_per_node=_counts(tasks_per_node)[0],
+            mb_per_node=_number(variables, "SLURM_MEM_PER_NODE"),
+            # All nodes of the practice cluster are one machine.
+            exclusive_helps=variables.get("SLURM_CLUSTER_NAME") != "practice",
+        ),
+    )
+
+
+def _numbers(number: str, job: Beginning) -> str:
+    """Return the number of the job; of one of an array what scancel takes before it, as 17_2 (19)."""
+    element = slurm.array_element(job.record)
+    return f"{element} ({number})" if element else number
+
+
+def _refuse_an_array(job: Beginning) -> None:
+    if "ArrayTaskId" in job.recorded and not job.plain and not job.array_of_runs:
+        raise UserError(
+            "this is a job of an array, and all its jobs would train the same: leave out --array."
+        )
+
+
+def _refuse_a_short_limit(job: Beginning) -> None:
+    """Raise a UserError for a job that is asked to save as soon as it begins.
+
+    It would come back without end, and train a step each time.
+    """
+    limit = _seconds(job.recorded.get("TimeLimit", ""))
+    ran = _seconds(job.recorded.get("RunTime", ""))
+    if job.plain or limit is None or ran is None:
+        return
+    asked = re.findall(r"^#SBATCH --signal=.*@(\d+)", job.signal_lines, re.MULTILINE)
+    seconds_to_save = int(asked[-1]) if asked else 0
+    if limit - ran <= seconds_to_save:
+        raise UserError(
+            f"this job has to save and stop {seconds_to_save} s before its time limit, which leaves no time "
+            "to train: give it more --time."
+        )
+
+
+def _refuse_several_tasks(job: Beginning) -> None:
+    tasks_per_node = job.variables.get("SLURM_TASKS_PER_NODE", "1")
+    if _counts(tasks_per_node) != [1]:
+        raise UserError(
+            f"--one-process-per-node, and this job has {tasks_per_node} tasks per node: give sbatch "
+            "--ntasks-per-node=1, and as many --gpus-per-node as the script is to use."
+        )
+
+
+def _seconds(text: str) -> int | None:
+    """Return a duration in Slurm's words, such as 1-02:03:04; None if it is none, such as UNLIMITED."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _is_of_this_job(name: str, job: Beginning) -> bool:
+    """Return whether this option of srun is of this job, rather than left from the one that has sent it."""
+    if NOT_RECORDED.fullmatch(name):
+        # Only processes that srun has started have the nodes of their step, and so these are of their job.
+        # (A job script has a SLURM_STEP_ID of its own in newer Slurm, seen: -5 by 26.05.)
+        return "SLURM_STEP_NODELIST" not in job.set_aside
+    if name not in RECORDED:  # only srun sets or reads it
+        return False
+    if not job.recorded:
+        return True
+    recorded = job.recorded.get(RECORDED[name])
+    return recorded is not None and not (name == "SLURM_MEM_PER_NODE" and recorded.startswith("0"))
+
+
+def _gpus_per_node(variables: Mapping[str, str]) -> int | None:
+    """Return the GPUs of each node for a job that has asked for a number of GPUs in all (--gpus).
+
+    That would be the number of each step, also where a step is on one node, which has less; and where a node
+    has one task, Slurm hands out fewer. None if it has not asked so, or its nodes differ.
+    """
+    asked = variables.get("SLURM_GPUS", "").rpartition(":")[2]
+    on_node = _number(variables, "SLURM_GPUS_ON_NODE")
+    in_all = on_node * _number(variables, "SLURM_JOB_NUM_NODES")
+    return on_node if asked == str(in_all) else None
+
+
+def _cpus_per_task_asked_for(job: Beginning) -> int | None:
+    """Return the CPUs of a task that this job asks for by --cpus-per-task; None if it does not."""
+    asked = _number(job.variables, "SLURM_CPUS_PER_TASK")
+    recorded = re.search(r" CPUs/Task=(\d+)", job.record)
+    if job.recorded and not (recorded and int(recorded[1]) == asked):
+        return None
+    return asked or None
+
+
+def _share_of_cpus(variables: Mapping[str, str]) -> int:
+    """Return a task's share of the CPUs that the job has on a node.
+
+    Where nodes differ, it is that of the fewest CPUs and the most tasks: srun refuses what one of them does
+    not have.
+    """
+    cpus = _counts(variables.get("SLURM_JOB_CPUS_PER_NODE", "1"))
+    tasks = [1]
+    if variables.get("SLURM_NTASKS"):
+        tasks = _counts(variables.get("SLURM_TASKS_PER_NODE", "1"))
+    return max(min(cpus) // max(tasks), 1)
+
+
+def _counts(text: str) -> list[int]:
+    """Return the different numbers of tasks or CPUs on a node, in Slurm's words, such as 4(x2),2."""
+    return [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", text)] or [1]
+
+
+def _threads(variables: Mapping[str, str], cpus_per_rank: int) -> int:
+    """Return OMP_NUM_THREADS of the site or of the user, else a thread for each CPU of a rank."""
+    given = variables.get("OMP_NUM_THREADS", "")
+    if not given:
+        return cpus_per_rank
+    first = given.partition(",")[0]  # OpenMP takes a list, for threads within threads
+    if not re.fullmatch("[1-9][0-9]*", first):
+        raise UserError(f"OMP_NUM_THREADS is '{first}', which is not a number of threads: unset it.")
+    return int(first)
+
+
+def _meeting_address(job: Beginning, resolve: Callable[[str], str | None]) -> str:
+    """Return MASTER_ADDR: the site's own, as for a faster network, or the first node."""
+    here = launchers.node()
+    of_the_site = job.variables.get("MASTER_ADDR")
+    if of_the_site:
+        address = resolve(of_the_site)
+        if address not in job.addresses:
+            raise UserError(
+                f"MASTER_ADDR={of_the_site} of slurm/site.sh is {address or 'unknown'}, no address of "
+                f"{here}, where rank 0 runs: correct it, or leave it out."
+            )
+        return of_the_site
+    if not job.first_node:
+        nodes = job.variables.get("SLURM_JOB_NODELIST")
+        raise UserError(f"scontrol does not name the nodes of this job ({nodes}): report it to your admin.")
+    if resolve(job.first_node):
+        return job.first_node
+    by_slurm = slurm.fields(job.first_node_record).get("NodeAddr", "")
+    if by_slurm and resolve(by_slurm):
+        return by_slurm
+    raise UserError(
+        f"neither {job.first_node} nor its address in Slurm ({by_slurm}) can be resolved on {here}: report "
+        "it to your admin."
+    )
+
+
+def _meeting_port(variables: Mapping[str, str]) -> str:
+    """Return MASTER_PORT: the site's own, or one by the job's number: two jobs on a node do not collide."""
+    of_the_site = variables.get("MASTER_PORT")
+    if of_the_site:
+        return of_the_site
+    first, last = map(int, variables["SITE_PORTS"].split("-"))
+    return str(first + int(variables["SLURM_JOB_ID"]) % (last - first + 1))
+
+
+def _count_by_name(gpu_names: str) -> str:
+    counts = Counter(gpu_names.splitlines())
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "no nvidia-smi on this node"
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    """Return the number in a variable of Slurm; 0 if there is none."""
+    text = variables.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def begin(job: Beginning, resolve: Callable[[str], str | None], monitored: bool) -> str:
+    """Make the job's folder ready, and return what its shell has to do.
+
+    Args:
+        job: what is known of it.
+        resolve: as for `decide`.
+        monitored: whether its nodes are sampled.
+
+    Raises:
+        UserError: if it cannot train.
+    """
+    # Slurm may start a preempted job once more after it has ended well: outcome_rules.py says when.
+    if job.restarts and job_folder.has_ended_for_good(job.folder):
+        words = "this job has already ended well, and does nothing more: to train again, submit it again"
+        return f"begun=1\n{_print([words])}\nexit"
+    plan = decide(job, resolve, datetime.now().astimezone())
+    try:
+        if job.restarts == 0:
+            job_folder.set_aside(job.folder)
+        job_folder.prepare(job.folder, plain=job.plain)
+        samples.prepare(job.folder / samples.FOLDER, plan.asked if monitored else None)
+    except OSError as error:
+        raise UserError(
+            f"{job.folder} cannot be created ({error.strerror}): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in "
+            "slurm/site.sh to a shared folder of yours."
+        ) from None
+    return as_shell(plan, job.program)
+
+
+def script_lines(script: Script, kit: str) -> list[str]:
+    """Return the lines of the log's head on what the job runs.
+
+    Args:
+        script: what it runs.
+        kit: the folder of this checkout, whose commit the log has already.
+    """
+    name = ("-m", script.module) if script.module else (script.path,)
+    words = [printable(word) for word in (*name, *script.arguments)]
+    lines = [f"script  {' '.join(words)}"]
+    if script.python:
+        lines.append(f"python  {script.python}")
+    path, kit_folder = Path(script.path).resolve(), Path(kit).resolve()
+    is_of_the_kit = path.is_relative_to(kit_folder) and Path(script.repository or kit).resolve() == kit_folder
+    if not is_of_the_kit:
+        lines.append(
+            code_line(script.commit, script.repository or str(path if path.is_dir() else path.parent))
+        )
+    return lines
+
+
+def code_line(commit: str, folder: str) -> str:
+    """Return the line of the log's head on the code in a folder, which is at this commit, if git knows it."""
+    described = commit or "not a git checkout"
+    if commit.endswith("-dirty"):
+        described = f"{commit.removesuffix('-dirty')} with changes"
+    return f"code    {described} in {folder}"
+
+
+def printable(word: str) -> str:
+    """Quote a word for the shell; one that would break a line of the log, for Python."""
+    return shlex.quote(word) if word.isprintable() else repr(word)
+
+
+def as_shell(plan: Plan, program: Program | None = None) -> str:
+    """Return the plan as shell code, for a job that runs this program."""
+    lines = ["begun=1"]
+    if plan.unset:
+        lines.append(f"unset {' '.join(plan.unset)}")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()]
+    lines += [f"{name}={shlex.quote(value)}" for name, value in plan.assigns.items()]
+    if program:
+        lines.append(f"code_folder={shlex.quote(str(program.folder))}")
+        if program.when_requeued is not None:
+            lines.append("resumes_unsaved=1")
+    lines.append(_print(plan.header))
+    return "\n".join(lines)
+
+
+def _print(lines: Iterable[str]) -> str:
+    return f"printf '%s\\n' {shlex.join(lines)}"

@@ -1,0 +1,148 @@
+"""A request for one job: what it runs, what it asks Slurm for, and where its files go."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from manygpus.config import options
+from manygpus.jobs import local_job
+from manygpus.jobs.site import DEFAULT_MINUTES, Site
+from manygpus.jobs.stages import JOB_ENV, Resources, Stage
+from manygpus.jobs.submit.slurm_options import option_of, sbatch_options, srun_options
+
+# sbatch obeys these, and submitit knows nothing of them: it would wait, or look for other files.
+NOT_FOR_SUBMITIT = ("SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_ARRAY_INX")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for one job.
+
+    Attributes:
+        arguments: options of the stage script.
+        folder: a new one (`new_folder`), for submitit's files and the logs.
+        minutes: the time limit; it overrides the site's SBATCH_TIMELIMIT.
+        partition: it overrides the site's SBATCH_PARTITION.
+        passed_on: options of sbatch and their values (`PASSED_ON`); they override the site's.
+        why_here: why it runs on this machine, in words; "" if it goes to Slurm.
+        threads: of each process on this machine (`local.variables`).
+        working_dir: where it starts; None for the folder that it is sent from.
+        run_name: in a sweep, what it is called there.
+    """
+
+    stage: Stage
+    resources: Resources
+    arguments: tuple[str, ...]
+    site: Site
+    folder: Path
+    minutes: int | None = None
+    partition: str | None = None
+    passed_on: Mapping[str, str] = field(default_factory=dict)
+    why_here: str = ""
+    threads: int | None = None
+    working_dir: Path | None = None
+    run_name: str = ""
+
+    @property
+    def job_name(self) -> str:
+        """Return the name of the job in Slurm."""
+        return self.passed_on.get("job-name", self.stage.job_name)
+
+    @property
+    def cluster(self) -> str:
+        """Return submitit's word for where the job runs."""
+        return "local" if self.why_here else "slurm"
+
+    @property
+    def timeout_min(self) -> int:
+        """Return the time limit in minutes."""
+        return self.minutes or self.site.minutes or DEFAULT_MINUTES
+
+    @property
+    def sbatch_options(self) -> dict[str, str]:
+        """Return how the job asks for GPUs, cores and memory at this site, as {"gpus-per-node": "2", ...}.
+
+        What its user passes on to sbatch comes after these, where it counts.
+        """
+        asked = sbatch_options(self.site, self.resources)
+        if "mem" in self.passed_on:
+            # The site may count it by CPU or GPU, and sbatch takes it in one way only.
+            asked = {option: value for option, value in asked.items() if not option.startswith("mem")}
+        return {**asked, **self.passed_on}
+
+    @property
+    def sbatch_variables(self) -> dict[str, str]:
+        """Return the SBATCH_* variables, which override a script's lines, so they include the options."""
+        variables = dict(self.site.sbatch)
+        if self.partition:
+            variables["SBATCH_PARTITION"] = self.partition
+        if self.minutes:
+            variables["SBATCH_TIMELIMIT"] = str(self.minutes)
+        for name in NOT_FOR_SUBMITIT:
+            variables.pop(name, None)
+        return {name: value for name, value in variables.items() if option_of(name) not in self.passed_on}
+
+    @property
+    def srun_options(self) -> list[str]:
+        """Return the options by which srun ends the ranks together."""
+        return srun_options(self.resources.tasks)
+
+    @cached_property
+    def options(self) -> options.Options:
+        """Return what the arguments mean at this site.
+
+        Raises:
+            UserError: as `read_options`.
+        """
+        arguments = [f"--checkpoint-dir={self.site.jobs_dir}", *self.arguments]
+        return read_options(self.stage, arguments, self.site)
+
+    @property
+    def results_dir(self) -> Path:
+        """Return the folder of the results: that of the arguments, or the site's."""
+        return self.options.results_dir.absolute()
+
+    @property
+    def records_dir(self) -> Path | None:
+        """Return where the job's CSV will be; None for a plain script, most of which write none."""
+        return None if self.stage.plain else self.results_dir / "runs"
+
+    @property
+    def setup(self) -> list[str]:
+        """Return what the job's shell does first: all that is the same in every job (slurm/job_env.sh)."""
+        return [*self.environment, f"tell_script {shlex.join([*self.words, *self.arguments])}"]
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words by which a job script names what it runs, before its arguments."""
+        return self.stage.program.words if self.stage.program else [str(self.stage.script)]
+
+    @property
+    def environment(self) -> list[str]:
+        """Return the part of `setup` that a job script with a line `choose_training` has, too."""
+        source = f"source {shlex.quote(str(JOB_ENV))}"
+        if self.stage.plain:
+            source += f" {shlex.join(self.words)}"
+        results = f"export MANYGPUS_RESULTS_DIR={shlex.quote(str(self.results_dir))}"
+        return ["set -euo pipefail", source, results]
+
+
+def new_folder(site: Site, stage: Stage) -> Path:
+    """Return a folder name that no other job has had; the folder is not created."""
+    return site.jobs_dir / "submitit" / local_job.new_name(stage.job_name)
+
+
+def read_options(stage: Stage, arguments: Sequence[str], site: Site) -> options.Options:
+    """Parse the options of the stage, with the site's folders; a user's own script may have more.
+
+    The options of a plain script are not parsed: only the site's folders are returned.
+
+    Raises:
+        UserError: if an option is unknown or makes no sense.
+    """
+    words = [f"--data-dir={site.data_dir}", f"--results-dir={site.results_dir}"]
+    if not stage.plain:
+        words += arguments
+    return options.parse_options(stage.label, arguments=words, known_only=stage.is_users_own)

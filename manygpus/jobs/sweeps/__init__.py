@@ -1,0 +1,1 @@
+"""Many runs that differ in their options, as arrays of jobs."""

@@ -1,0 +1,351 @@
+"""Carry out a sweep: send its runs, watch them, and report on them.
+
+slurm/sweep.py and `make compare` do so; each says what is reported of the runs at the end.
+"""
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from manygpus.errors import UserError, print_line, print_table
+from manygpus.files import check_writable, replacing
+from manygpus.jobs import job_log, local_job, slurm
+from manygpus.jobs.submit import job_script, submission
+from manygpus.jobs.sweeps import progress_table
+from manygpus.jobs.sweeps.plan import PlannedRun
+from manygpus.jobs.sweeps.sweep import Sweep
+from manygpus.jobs.watch import job_status
+from manygpus.jobs.watch.job_status import Handle, LocalHandle, SlurmHandle, State
+from manygpus.monitor import samples
+from manygpus.record import records
+
+# Epochs of a run: one to warm up, two to measure.
+EPOCHS = 3
+# A shared file system may show a new file this late on another machine.
+CSV_SECONDS = 60
+# Compares the runs of these CSVs, writes to this folder, and returns the exit code. Among the CSVs may be the
+# folder of what the doctor has measured.
+Report = Callable[[list[Path], Path], int]
+
+
+def run(
+    sweep: Sweep,
+    planned: list[PlannedRun],
+    max_jobs: int,
+    report: Report,
+    run_seconds: float | None = None,
+) -> int:
+    """Finish the runs, at most `max_jobs` at a time, and report on them; return the exit code.
+
+    The caller has claimed the folder. `run_seconds` is about how long one run takes, if known.
+
+    Raises:
+        UserError: if no job is accepted, or Slurm does not answer.
+    """
+    print_plan(sweep, planned, run_seconds)
+    print_line(f"results  {sweep.folder}\nresume   {command_to_resume(sweep.folder)}\n")
+    failed = finish(sweep, planned, max_jobs, sweep.folder)
+    try:
+        exit_code = _report(sweep, planned, report)
+    finally:
+        # They are named even if the report fails.
+        if failed:
+            print_line(f"failed: {', '.join(failed)}. The same command runs them again.", sys.stderr)
+    return 1 if failed else exit_code
+
+
+def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, resume_in: Path) -> list[str]:
+    """Run what is not finished, print how each ends, and return the names of the runs that failed.
+
+    After Ctrl-C, this program's command line with --out `resume_in` resumes it.
+
+    Raises:
+        UserError: if no job is accepted, or Slurm does not answer.
+    """
+    unfinished = [run for run in planned if not sweep.has_finished(run)]
+    watch = Watch(sweep, ended=len(planned) - len(unfinished), total=len(planned))
+    try:
+        if sweep.why_here:
+            for run in unfinished:
+                watch.until_ended({run: _start_here(sweep, run)})
+        else:
+            _finish_in_slurm(sweep, unfinished, max_jobs, watch)
+    except KeyboardInterrupt:
+        print_line(f"\nto resume: {command_to_resume(resume_in)}", sys.stderr)
+        raise
+    return watch.failed
+
+
+def _start_here(sweep: Sweep, run: PlannedRun) -> Handle:
+    """Start a run as processes of this machine.
+
+    Raises:
+        UserError: if it cannot be started, or its processes of an earlier call, which was killed, still run.
+    """
+    run_folder = sweep.folder / run.name
+    earlier = (run_folder / job_script.JOB).resolve()
+    number = local_job.submitted(earlier).job_id
+    if number and not local_job.has_ended(number, earlier):
+        raise UserError(f"{run.name} of an earlier call still runs: wait for its end, or kill {number}.")
+    sweep.prepare(run)
+    request = sweep.request(run)
+    # Before its processes: they may outlive this one.
+    (run_folder / job_script.JOB).symlink_to(request.folder)
+    handle = submission.submitter(run.stage)(request)
+    (run_folder / job_script.LOG).symlink_to(handle.log)
+    return handle
+
+
+def _finish_in_slurm(sweep: Sweep, runs: Sequence[PlannedRun], max_jobs: int, watch: "Watch") -> None:
+    """Send the runs, and wait for their end; what Slurm refuses is sent when the others have ended.
+
+    Raises:
+        UserError: if it refuses the first ones, or does not answer.
+    """
+    left = [*runs]
+    while left:
+        try:
+            handles = _send(sweep, left, max_jobs)
+        except UserError as error:
+            if len(left) == len(runs):
+                raise
+            print_line(f"error: {error}", sys.stderr)
+            for run in left:
+                watch.tell_end(run, "failed: it was not sent", succeeded=False)
+            return
+        watch.until_ended(handles)
+        left = [run for run in left if run not in handles]
+
+
+def _send(sweep: Sweep, runs: Sequence[PlannedRun], max_jobs: int) -> dict[PlannedRun, Handle]:
+    """Send the runs that are not in Slurm's queue, and return the jobs of all that it has then.
+
+    Arrays run side by side as far as `max_jobs` allows; those behind them wait for their end. A site may
+    limit a user's jobs, too (MaxSubmitJobs): what it refuses is left out.
+
+    Raises:
+        UserError: if Slurm refuses the first array, and no job is in the queue.
+    """
+    numbers = sweep.number(runs)
+    in_queue = slurm.tasks_sent_from(sweep.folder)
+    handles = {
+        run: _handle(sweep, run, in_queue[number], number)
+        for run, number in numbers.items()
+        if number in in_queue
+    }
+    after = sorted(set(in_queue.values()))
+    side_by_side: list[str] = []
+    running = 0
+    for alike in _by_shape([run for run in runs if run not in handles]):
+        at_a_time = min(len(alike), max_jobs)
+        if side_by_side and running + at_a_time > max_jobs:
+            after, side_by_side, running = side_by_side, [], 0
+        tasks = [numbers[run] for run in alike]
+        try:
+            array = _send_array(sweep, alike, tasks, at_a_time, after)
+        except UserError as error:
+            if not handles:
+                raise
+            print_line(f"{alike[0].name} waits for the end of the jobs that were sent: {error}")
+            break
+        handles |= {run: _handle(sweep, run, array, numbers[run]) for run in alike}
+        side_by_side.append(array)
+        running += at_a_time
+        others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        print_line(f"array {array}: {alike[0].name}{others}")
+    return handles
+
+
+def _by_shape(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    """Return the runs in groups that ask Slurm for the same: all jobs of an array do."""
+    groups: dict[tuple, list[PlannedRun]] = {}
+    for run in runs:
+        groups.setdefault((run.stage.name, run.shape), []).append(run)
+    return [*groups.values()]
+
+
+def _send_array(
+    sweep: Sweep, runs: Sequence[PlannedRun], tasks: Sequence[int], at_a_time: int, after: Sequence[str]
+) -> str:
+    """Send runs of one shape, and return the number of their array.
+
+    Raises:
+        UserError: if Slurm refuses it, or would never start it.
+    """
+    first = runs[0]
+    request = sweep.request(first)
+    submission.check_limits(request)
+    for run in runs:
+        sweep.prepare(run)
+    check_writable(sweep.folder / job_script.LOGS, "the logs", "free the space, or give a different --out.")
+    nodes = f"-{first.shape.nodes}nodes" if first.shape.nodes > 1 else ""
+    script = sweep.folder / f"{first.stage.label}-{first.shape.gpus}gpu{nodes}.sh"
+    with replacing(script) as file:
+        file.write(job_script.of_tasks(request, sweep.folder, tasks, at_a_time, after) + "\n")
+    array = submission.send_script(script)
+    submission.check_start(_handle(sweep, first, array, tasks[0]))
+    return array
+
+
+def _handle(sweep: Sweep, run: PlannedRun, array: str, task: int) -> SlurmHandle:
+    """Return the job of a run, a task of an array."""
+    job_id = f"{array}_{task}"
+    run_folder = sweep.folder / run.name
+    return SlurmHandle(
+        job_id=job_id,
+        tasks=run.shape.tasks,
+        log=job_log.of_rank(sweep.folder / job_script.LOGS, job_id),
+        folder=run_folder / job_script.JOB,
+        results=None if sweep.plain else run_folder / "runs",
+    )
+
+
+class Watch:
+    """Prints how the jobs of a sweep are doing until they have ended.
+
+    Attributes:
+        ended: how many of the `total` runs have.
+        failed: the names of those that failed.
+        printed: lines about jobs that go on, which are printed once.
+    """
+
+    def __init__(self, sweep: Sweep, ended: int, total: int) -> None:
+        self.sweep = sweep
+        self.ended = ended
+        self.total = total
+        self.failed: list[str] = []
+        self.printed: set[str] = set()
+
+    def until_ended(self, handles: dict[PlannedRun, Handle]) -> None:
+        """Wait until all of these jobs have ended, and print what changes.
+
+        Raises:
+            UserError: if Slurm does not answer.
+            KeyboardInterrupt: on Ctrl-C. It stops processes of this machine; jobs of Slurm continue.
+        """
+        active = dict(handles)
+        try:
+            while active:
+                states = job_status.states([*active.values()])
+                for (run, handle), state in zip([*active.items()], states, strict=True):
+                    if state.is_final:
+                        del active[run]
+                        self._take_end(run, handle, state)
+                    else:
+                        self._tell(run, state)
+                if active:
+                    time.sleep(min(handle.poll_seconds for handle in active.values()))
+        except KeyboardInterrupt:
+            _leave(active.values())
+            raise
+
+    def _tell(self, run: PlannedRun, state: State) -> None:
+        # Many runs wait for the same reason.
+        who = "" if state.name == "queued" else f"{run.name} "
+        line = f"{who}{state.name}: {state.detail}"
+        if line not in self.printed:
+            self.printed.add(line)
+            print_line(line)
+
+    def _take_end(self, run: PlannedRun, handle: Handle, state: State) -> None:
+        if state.name == "failed":
+            self.tell_end(run, f"failed: {state.detail} (log: {handle.log})", succeeded=False)
+        elif self.sweep.plain:
+            self.tell_end(run, f"finished{_doubt(handle)}")
+        else:
+            self._take_records(run, handle)
+
+    def _take_records(self, run: PlannedRun, handle: Handle) -> None:
+        csvs = self.sweep.finished_csvs(run.name)
+        until = time.monotonic() + CSV_SECONDS
+        while not csvs and time.monotonic() < until:
+            time.sleep(1)
+            csvs = self.sweep.finished_csvs(run.name)
+        if not csvs:
+            why = f"failed: it left no CSV with all epochs (log: {handle.log})"
+            self.tell_end(run, why, succeeded=False)
+            return
+        rows = records.read(csvs[-1])
+        unit, per_sample = records.speed_unit(rows, records.read_metrics(csvs[-1]))
+        self.tell_end(run, f"finished: {rows[-1]['images_per_s'] * per_sample:,.0f} {unit}/s")
+
+    def tell_end(self, run: PlannedRun, sentence: str, succeeded: bool = True) -> None:
+        """Count a run that has ended, and print how."""
+        self.ended += 1
+        if not succeeded:
+            self.failed.append(run.name)
+        print_line(f"[{self.ended}/{self.total}] {run.name} {sentence}")
+
+
+def _leave(handles: Iterable[Handle]) -> None:
+    """End the processes of this machine, and tell how to stop the jobs of Slurm, which continue."""
+    arrays = []
+    for handle in handles:
+        if isinstance(handle, LocalHandle):
+            handle.cancel()
+            while handle.state().name == "running":
+                time.sleep(0.1)
+        else:
+            arrays.append(handle.job_id.partition("_")[0])
+    if arrays:
+        words = " ".join(dict.fromkeys(arrays))
+        print_line(f"\n{len(arrays)} job(s) continue; to stop them: scancel {words}", sys.stderr)
+
+
+def _doubt(handle: Handle) -> str:
+    """Return what the verdict says of a plain script whose ranks never met, after a semicolon; else ""."""
+    for finding in samples.read_findings(handle.folder / samples.FOLDER):
+        if finding["kind"] == samples.NEVER_MET:
+            return f"; {finding['sentence']}"
+    return ""
+
+
+def command_to_resume(folder: Path) -> str:
+    """Return the command line of this program, with --out."""
+    command = [sys.executable, str(Path(sys.argv[0]).absolute())]
+    # A plain script may have an --out, too.
+    own_words, _ = submission.split(sys.argv[1:])
+    if "--out" not in own_words:
+        command += ["--out", str(folder)]
+    return shlex.join([*command, *sys.argv[1:]])
+
+
+def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
+    """Print how many runs are planned, and how long they take."""
+    unfinished = [run for run in planned if not sweep.has_finished(run)]
+    plan = f"{len(planned)} runs, {len(planned) - len(unfinished)} of them finished"
+    if run_seconds:
+        minutes = math.ceil(len(unfinished) * run_seconds / 60)
+        plan += f"; the others take at least about {minutes} minute(s)"
+    elif not sweep.why_here:
+        gpu_hours = sum(run.shape.gpus for run in unfinished) * sweep.minutes / 60
+        plan += (
+            f"; the others take {gpu_hours:.1f} GPU-hours if each needs its whole time limit of "
+            f"{sweep.minutes} minutes"
+        )
+    print_line(plan)
+    held_by_this_shell = "" if sweep.why_here else slurm.job_of_this_shell()
+    if held_by_this_shell:
+        print_line(f"note: {held_by_this_shell}")
+
+
+def _report(sweep: Sweep, planned: Sequence[PlannedRun], report: Report) -> int:
+    """Report on the finished runs; return the exit code."""
+    csvs = sweep.finished_csvs()
+    if sweep.plain:
+        print_line("")
+        print_table(progress_table.write(sweep.folder))
+        print_line(f"table    {sweep.folder / progress_table.TABLE}")
+        csvs = [csv for recorded in sweep.runs("*") for csv in recorded.csvs]
+    if csvs:
+        print_line("")
+        times_by_the_doctor = sweep.site.results_dir / "all_reduce"
+        if times_by_the_doctor.is_dir():
+            csvs.append(times_by_the_doctor)
+        return report(csvs, sweep.folder)
+    if sweep.plain and any(map(sweep.has_finished, planned)):
+        print_line("\nno run has written a record to compare: YOUR_TRAINING.md shows how a script writes one")
+    return 0

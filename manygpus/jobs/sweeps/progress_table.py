@@ -1,0 +1,133 @@
+"""How the runs of a plain script have ended, as a table: a script may write no record that tells it.
+
+What a run is stands in its own folder, and how it has ended in the folder of its job, so that a sweep that
+resumes has the runs of earlier calls.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manygpus import job_folder
+from manygpus.files import replacing
+from manygpus.jobs import job_log
+from manygpus.jobs.submit.job_script import JOB, LOG
+from manygpus.jobs.sweeps.plan import PlannedRun
+
+# In the folder of a run; in that of the sweep.
+RUN, TABLE = "run.json", "sweep.csv"
+# Of the last line of a log, in characters: the whole is in the CSV.
+MOST_OF_A_LINE = 60
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the job of a run has ended.
+
+    Attributes:
+        seconds: how long it took; None if that is not known.
+        exit_code: None if it is not known, as of a job that was killed with its node.
+        last_line: the last one that the script itself has printed, on rank 0 or on the rank that failed.
+    """
+
+    seconds: float | None
+    exit_code: int | None
+    last_line: str
+
+
+def describe(folder: Path, run: PlannedRun) -> None:
+    """Write into the folder of a run what it is.
+
+    Its `settings` are what it varies besides GPUs and batch size; `batch` is None if it is given none.
+    """
+    description = {
+        "run": run.name,
+        "settings": dict(run.settings),
+        "gpus": run.shape.gpus,
+        "nodes": run.shape.nodes,
+        "batch": run.batch_size,
+        "tasks": run.shape.tasks,
+    }
+    with replacing(folder / RUN) as file:
+        json.dump(description, file, indent=1)
+
+
+def has_finished(folder: Path) -> bool:
+    """Return whether the job of the run in `folder` ended without an error, and has nothing left to do."""
+    job = folder / JOB
+    outcome = job_folder.read_outcome(job)
+    if outcome:
+        return outcome.well
+    return _exit_code_here(folder) == 0 and job_folder.stopped(job) is None
+
+
+def _ended(folder: Path) -> Ended:
+    """Return how the job of the run in `folder` has ended."""
+    outcome = job_folder.read_outcome(folder / JOB)
+    if outcome:
+        line = job_log.last_line(_log(folder, outcome.failed_rank or 0), said=outcome.said)
+        return Ended(outcome.seconds, outcome.exit_code, line)
+    # A job on this machine, or one without its outcome.
+    rank = next(iter(job_folder.notes(folder / JOB, "failed")), 0)
+    line = job_log.last_line(_log(folder, rank))
+    return Ended(_seconds_here(folder / JOB), _exit_code_here(folder), line)
+
+
+def _log(folder: Path, rank: int) -> list[str]:
+    log = (folder / LOG).resolve()
+    name = job_log.OF_A_RANK.sub("", log.name)
+    return job_log.last_lines(job_log.of_rank(log.parent, name, rank))
+
+
+def _seconds_here(job: Path) -> float | None:
+    """Return how long a job on this machine took, by the times of its notes."""
+    notes = job_folder.notes(job, "finished", "failed", "lost")
+    ended_at = [note.stat().st_mtime for note in notes.values()]
+    if not ended_at:
+        return None
+    return round(max(ended_at) - (job / job_folder.SCRIPT).stat().st_mtime, 1)
+
+
+def _exit_code_here(folder: Path) -> int | None:
+    """Return the exit code of a job on this machine: that of the rank that failed first."""
+    job = folder / JOB
+    finished = job_folder.notes(job, "finished")
+    if finished and len(finished) == _read(folder)["tasks"]:
+        return 0
+    note = job / (job_folder.first_failed(job) or "none")
+    # jobs/inside/run_plain.py writes it.
+    code = re.search(r"exit code (\d+)", job_folder.read(note))
+    return int(code[1]) if code else None
+
+
+def _read(folder: Path) -> dict:
+    return json.loads((folder / RUN).read_text(encoding="utf-8"))
+
+
+def write(sweep: Path) -> list[tuple[str, ...]]:
+    """Write a row for each run that was sent to the CSV of a sweep; return them as text, the titles first."""
+    runs = [_read(path.parent) for path in sweep.glob(f"*/{RUN}")]
+    runs.sort(key=lambda run: (run["gpus"], run["batch"] or 0, run["run"]))
+    names = list(dict.fromkeys(name for run in runs for name in run["settings"]))
+    titles = ("run", *names, "gpus", "nodes", "batch", "state", "seconds", "exit_code", "last_line")
+    table = [_cells(run, sweep / run["run"], names) for run in runs]
+    with replacing(sweep / TABLE) as file:
+        csv.writer(file, lineterminator="\n").writerows([titles, *table])
+    shown = [titles]
+    for cells in table:
+        line = cells[-1]
+        if len(line) > MOST_OF_A_LINE:
+            line = f"{line[: MOST_OF_A_LINE - 3]}..."
+        shown.append((*cells[:-1], line))
+    return shown
+
+
+def _cells(run: dict, folder: Path, names: Sequence[str]) -> tuple[str, ...]:
+    varied = [run["settings"].get(name) for name in names]
+    state = "finished" if has_finished(folder) else "failed"
+    end = _ended(folder)
+    cells = (run["run"], *varied, run["gpus"], run["nodes"], run["batch"], state, end.seconds, end.exit_code)
+    return (*("" if cell is None else str(cell) for cell in cells), end.last_line)

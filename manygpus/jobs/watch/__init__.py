@@ -1,0 +1,1 @@
+"""What became of jobs: the state of one, the list of all."""

@@ -1,0 +1,245 @@
+"""The jobs of this checkout: what each one runs, its state, how long it ran, and what is to be said of it.
+
+It reads the jobs' folders, and asks Slurm once for the user's queue, and once for the jobs that have not
+ended well by their folders.
+"""
+
+import shlex
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manygpus import job_folder
+from manygpus.job_folder import Outcome, Script
+from manygpus.jobs import job_log, local_job, slurm
+from manygpus.jobs.inside import outcome_rules, start_plan
+from manygpus.jobs.inside.failure_reason import Evidence
+from manygpus.jobs.site import Site
+from manygpus.jobs.slurm import JobStatus
+from manygpus.jobs.stages import JOB_ENV, REPOSITORY
+from manygpus.monitor import samples
+
+# The longest script with its arguments that a row shows, in characters, and how many of them are its last:
+# several jobs often differ in their last arguments only.
+MOST_OF_A_SCRIPT = 60
+LAST_OF_A_SCRIPT = 25
+TITLES = ("job", "name", "script", "state", "time", "restarts", "verdict, or why")
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A row of the list.
+
+    Attributes:
+        number: of the job, as squeue and scancel take it; on this machine without Slurm, of the process that
+            controls its ranks.
+        name: of the job in Slurm.
+        script: what it runs, with the name of its folder; in a sweep the name of its run, as the arguments of
+            its runs may begin alike.
+        state: queued, running, done, stopped (it has saved, and does not come back by itself), failed, or
+            unknown, while Slurm does not answer.
+        seconds: how long it ran, over all its starts; None if that is not known.
+        restarts: how often it has come back from the queue.
+        note: why it waits or has failed, else the first finding of the verdict.
+        words: in which `matches` looks: the paths of its script and its folder, and its arguments.
+        log: the path of its log; "" if that is not known.
+    """
+
+    number: str
+    name: str
+    script: str
+    state: str
+    seconds: float | None = None
+    restarts: int = 0
+    note: str = ""
+    words: str = ""
+    log: str = ""
+
+    def matches(self, word: str) -> bool:
+        """Return whether this is the job with that number, or has the word in its name or in what it runs."""
+        return self.number == word or any(word in text for text in (self.name, self.script, self.words))
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text, in the order of `TITLES`."""
+        duration = UNKNOWN if self.seconds is None else _duration(self.seconds)
+        name = self.name or UNKNOWN
+        return (self.number, name, self.script, self.state, duration, str(self.restarts), self.note)
+
+
+def jobs(site: Site) -> list[Listed]:
+    """Return the jobs of this checkout: those with a folder by the time they began, then those that wait."""
+    by_slurm = {path.name: path for path in site.jobs_dir.glob("[0-9]*") if path.name.isdecimal()}
+    outcomes = {number: job_folder.read_outcome(folder) for number, folder in by_slurm.items()}
+    to_ask = [number for number, outcome in outcomes.items() if not (outcome and outcome.well)]
+    status: dict[str, JobStatus] = {}
+    if to_ask and not slurm.why_not_here():
+        status = slurm.job_status(to_ask)
+    rows = {
+        folder: of_folder(number, folder, outcomes[number], status.get(number))
+        for number, folder in by_slurm.items()
+    }
+    for folder in (site.jobs_dir / "submitit").glob("*"):
+        submitted = local_job.submitted(folder)
+        if submitted.job_id and not submitted.by_slurm:
+            rows[folder] = _of_this_machine(submitted.job_id, folder)
+    begun = [rows[folder] for folder in sorted(rows, key=_began_at)]
+    waiting = _queue(site.jobs_dir, begun=by_slurm)
+    return begun + waiting
+
+
+def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobStatus | None) -> Listed:
+    """Return the row of a job of Slurm that has begun.
+
+    Args:
+        number: of the job, by which its folder is called.
+        folder: its own.
+        outcome: of its last start; None if it has left none.
+        status: what Slurm says of it; None if it was not asked.
+    """
+    state_in_slurm = status.state if status else slurm.GONE
+    is_over = state_in_slurm in (slurm.COMPLETED, slurm.UNKNOWN, *slurm.FAILED)
+    restarts = max(status.restarts if status else 0, outcome.restart if outcome else 0)
+    seconds = outcome.seconds if outcome else None
+    if not is_over and state_in_slurm in slurm.QUEUED:
+        state, note = "queued", status.reason
+    elif not is_over:
+        state, note = "running", ""
+        seconds = job_folder.earlier_seconds(folder) + time.time() - _began_at(folder)
+    elif outcome and outcome.well:
+        state, note = "done", _verdict(folder)
+    elif outcome is None and state_in_slurm == slurm.UNKNOWN:
+        state, note = "unknown", status.reason
+    elif outcome and outcome.saved is not None and not outcome.why:
+        state, note = "stopped", f"its checkpoints are in {outcome.saved}"
+    else:
+        state, note = "failed", _why(folder, outcome, state_in_slurm)
+    script = job_folder.read_script(folder)
+    shown_number = script.number_in_slurm(number) if script else number
+    return _row(shown_number, script, state, seconds=seconds, restarts=restarts, note=note)
+
+
+def _row(
+    number: str,
+    script: Script | None,
+    state: str,
+    *,
+    seconds: float | None,
+    note: str,
+    restarts: int = 0,
+    log: str = "",
+) -> Listed:
+    """Return the row of a job that has begun.
+
+    Args:
+        script: what the job has kept of what it runs; None if there is nothing.
+        log: the path of its log; by default the one that the script names.
+    """
+    return Listed(
+        number=number,
+        name=script.job_name if script else "",
+        script=_script_words(script) if script else UNKNOWN,
+        state=state,
+        seconds=seconds,
+        restarts=restarts,
+        note=note,
+        words=shlex.join([script.path, *script.arguments]) if script else "",
+        log=log or (script.log if script else ""),
+    )
+
+
+def _of_this_machine(number: str, folder: Path) -> Listed:
+    """Return the row of a job that runs, or ran, on this machine without Slurm."""
+    began = _began_at(folder)
+    log = job_log.of_rank(folder, number)
+    failed = job_folder.notes(folder, "failed")
+    ended = job_folder.notes(folder, "failed", "finished", "lost")
+    if not local_job.has_ended(number, folder):
+        state, note, until = "running", "", time.time()
+    else:
+        times = [note.stat().st_mtime for note in ended.values()]
+        until = max(times, default=None)
+        state, note = "done", _verdict(folder)
+        if (folder / job_folder.STOPPED).exists():
+            state, note = "stopped", f"its checkpoints are in {job_folder.stopped(folder)}"
+        elif failed or not ended:
+            state = "failed"
+            reasons = Evidence(folder, job_log.read(log)).reasons()
+            note = reasons[0].text if reasons else ""
+    seconds = None if until is None else until - began
+    return _row(number, job_folder.read_script(folder), state, seconds=seconds, note=note, log=str(log))
+
+
+def _why(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:
+    """Return why a job has failed: by its outcome, else by Slurm, else its exit code."""
+    told = outcome_rules.reason(folder, outcome, "" if state_in_slurm == slurm.GONE else state_in_slurm)
+    if told:
+        return told
+    return f"exit code {outcome.exit_code}" if outcome else "it ended before it could say why"
+
+
+def _verdict(folder: Path) -> str:
+    """Return the first sentence of the verdict on a job; "" if it has none."""
+    findings = samples.read_findings(folder / samples.FOLDER)
+    if findings:
+        return str(findings[0]["sentence"])
+    told = job_folder.read(folder / samples.FOLDER / samples.TOLD)
+    return told.partition("\n")[0].removeprefix("watch").strip()
+
+
+def _script_words(script: Script) -> str:
+    """Return the name of its run in a sweep, else that of a script with the arguments that fit into a row."""
+    if script.run_name:
+        return script.run_name
+    words = " ".join(map(start_plan.printable, (script.label, *script.arguments)))
+    if len(words) <= MOST_OF_A_SCRIPT:
+        return words
+    return f"{words[: MOST_OF_A_SCRIPT - LAST_OF_A_SCRIPT - 3]}...{words[-LAST_OF_A_SCRIPT:]}"
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as 45 s, 12 min or 3 h 05 min."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _began_at(folder: Path) -> float:
+    """Return when the job's last start began, in seconds since 1970, as far as that is known."""
+    kept = folder / job_folder.SCRIPT
+    return (kept if kept.exists() else folder).stat().st_mtime
+
+
+def _queue(jobs_dir: Path, begun: Collection[str]) -> list[Listed]:
+    """Return the jobs of this user that wait or begin just now, and were sent from this checkout.
+
+    Args:
+        jobs_dir: where each job that has begun has its folder.
+        begun: the numbers of those.
+    """
+    waiting = []
+    for line in slurm.queue("%A|%i|%T|%r|%Z|%o|%j"):
+        # The waiting jobs of an array are one line, such as 17_[2-5]; others have numbers of their own.
+        number, shown_as, state, reason, folder, script, name = line.split("|", maxsplit=6)
+        if number in begun:
+            continue
+        of_checkout = _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir))
+        # A sweep may have its script, and its user, elsewhere.
+        if of_checkout or str(JOB_ENV) in job_folder.read(Path(script)):
+            is_queued = state in slurm.QUEUED
+            row = Listed(
+                shown_as,
+                name,
+                UNKNOWN,
+                "queued" if is_queued else "running",
+                note=reason if is_queued else "",
+                words=f"{folder} {script}",
+            )
+            waiting.append(row)
+    return waiting
+
+
+def _is_within(path: str, folders: Sequence[Path]) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)

@@ -1,0 +1,1 @@
+"""The networks and optimizers of the course, and what identifies those of any training."""

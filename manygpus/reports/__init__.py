@@ -1,0 +1,1 @@
+"""From the records of many runs to tables, figures and a page."""
