@@ -14,8 +14,8 @@
 | `plain` | the job's script does not use the kit (jobs/inside/run_plain.py); it may write `stopped` itself |
 
 `prepare` makes it ready for each start of the job. srun often reports an exit code other than the failed
-rank's, and a log mixes the ranks' lines. From the notes jobs/inside/failure_reason.py finds which rank it was; a rank that is
-still "started" after the end was killed.
+rank's, and a log mixes the ranks' lines. From the notes jobs/inside/failure_reason.py finds which rank it
+was; a rank that is still "started" after the end was killed.
 """
 
 import json

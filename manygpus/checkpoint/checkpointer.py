@@ -45,8 +45,8 @@ from manygpus.errors import PeerError, UserError, first_line, print_line
 from manygpus.files import check_writable, explained, locked
 from manygpus.network import identity
 from manygpus.network.model import class_name, unwrapped
+from manygpus.network.optim import diverged
 from manygpus.network.weights import IF_SHARDED, check_equal, check_whole, gather_on_rank_0
-from manygpus.training.evaluation import diverged
 
 if TYPE_CHECKING:
     from manygpus.checkpoint.sharded import Sharded  # takes long to import, and few scripts need it

@@ -39,7 +39,8 @@ def no_store(master: str, port: int, opens_it: bool, error: Exception) -> Proble
         return problem_of_names
     # github.com/pytorch/pytorch/issues/73656: the address that rank 0 was given is not its machine's.
     if opens_it and not any(_is_of_this_machine(address) for address in host_names.addresses(master)):
-        what = f"rank 0 runs on {node()}, and MASTER_ADDR is another machine ({host_names.with_addresses(master)})"
+        other_machine = host_names.with_addresses(master)
+        what = f"rank 0 runs on {node()}, and MASTER_ADDR is another machine ({other_machine})"
         return Problem(what, "set it to the node that rank 0 runs on")
     problem_of_connecting = _try_to_connect(master, port)
     if problem_of_connecting:

@@ -22,7 +22,7 @@ OF_A_RANK = re.compile(r"_(\d+)_log\.out$")
 OF_SLURM = r"(?:srun|slurmstepd[^\s:]*): "
 ERROR_OF_SLURM = re.compile(rf"{OF_SLURM}(?:error|fatal): ")
 WITHIN_A_LINE = re.compile(rf"(?<=[^\n\r])(?<!: )(?={OF_SLURM}(?:error|fatal|launch/slurm): )")
-# Words with which the kit's own last lines in a log begin (slurm/job_env.sh, jobs/inside/outcome_rules.py), and Slurm's.
+# Words with which the kit's own last lines in a log begin (job_env.sh, inside/outcome_rules.py), and Slurm's.
 LAST_WORDS_OF_THE_KIT = re.compile(rf"(?:watch|why|ended) {{3,}}|stopped; back to the queue|{OF_SLURM}")
 # Those with which its first lines end.
 FIRST_WORDS_OF_THE_KIT = re.compile(r"script {2}|python {2}|code {4}")

@@ -12,8 +12,8 @@
     --plain train.py --save {folder}/model.pt        with the job's own folder in an argument
     --one-process-per-node --plain ...               it starts the ranks of its node itself
 
-submit.py, sweep.py, the doctor and the job scripts read these words. jobs/inside/run_plain.py runs the program in every
-process of a job. It needs only the standard library.
+submit.py, sweep.py, the doctor and the job scripts read these words. inside/run_plain.py runs the program in
+every process of a job. It needs only the standard library.
 """
 
 import argparse

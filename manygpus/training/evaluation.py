@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manygpus.data.loaders import Batches
 from manygpus.distributed import process_group
-from manygpus.errors import UserError
+from manygpus.network.optim import diverged
 from manygpus.training import clock
 
 
@@ -55,14 +55,6 @@ class PartialEpoch:
     learning_rate: float  # of the first step
     losses: torch.Tensor  # (steps,), each the mean over all ranks
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # the same for other numbers, by name
-
-
-def diverged(what: str) -> UserError:
-    """Return the error of a diverged training; `what` is a clause, such as "the loss is nan"."""
-    return UserError(
-        f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with), or look for "
-        "such numbers in the data. The earlier epochs are recorded."
-    )
 
 
 def evaluate(

@@ -4,7 +4,7 @@ import torch
 
 from manygpus.distributed import process_group
 from manygpus.errors import UserError
-from manygpus.training.evaluation import diverged
+from manygpus.network.optim import diverged
 
 
 class StepMetrics:

@@ -1,8 +1,10 @@
-"""The packages of manygpus, and what they may import (manygpus/README.md)."""
+"""The rooms of the package, and what they may import (manygpus/README.md)."""
 
 import ast
 import sys
 from functools import partial
+from graphlib import TopologicalSorter
+from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -11,90 +13,127 @@ import pytest
 from conftest import ENVIRONMENT, REPOSITORY, one_error, ran, succeeded
 from setuptools.config.pyprojecttoml import load_file
 
-# Package -> the packages, or modules of them, that it may import besides itself and the modules at the top.
+import manygpus
+from manygpus.__main__ import COMMANDS
+
+_REPORTS = ("reports", "reports.advice")
+_JOBS = ("jobs", "jobs.inside", "jobs.watch", "jobs.submit")
+# Room -> the rooms, or modules of them, that it may import besides itself and the modules at the top. Each
+# stands above those that import it.
 MAY_IMPORT = {
-    "config": ("data.staging", "record"),
-    "data": ("config", "distributed"),
+    "record": (),
+    "config": ("record",),
     "distributed": (),
-    "record": ("distributed",),
-    "training": ("config", "data", "distributed", "record"),
-    # The folder of samples is all that a job and its monitor know of each other, and needs no other package.
-    "jobs": ("config", "data.staging", "distributed", "monitor.samples", "record"),
-    "doctor": ("config", "data", "distributed", "jobs", "record", "training"),
-    "compare": ("record",),
-    "advice": ("compare", "record"),
+    "data": ("config", "distributed"),
+    "network": ("config", "distributed", "record"),
+    "checkpoint": ("distributed", "network"),
+    "training": ("checkpoint", "config", "data", "distributed", "network", "record"),
     "monitor": ("distributed", "record"),
-    "workshop": ("compare", "config", "distributed", "record", "jobs", "data.staging"),
-    # They join the others, and no other package may import them.
-    "commands": ("advice", "compare", "config", "data", "distributed", "jobs", "monitor", "record"),
+    "jobs": ("config", "monitor.samples", "record"),
+    "jobs.inside": ("jobs", "monitor.samples"),
+    "jobs.watch": ("jobs", "jobs.inside", "monitor.samples"),
+    "jobs.submit": (*_JOBS[:-1], "config", "data.staging", "monitor.samples", "record"),
+    "jobs.sweeps": (*_JOBS, "config", "monitor.samples", "record"),
+    "jobs.doctor": (*_JOBS, "config", "data", "distributed", "record", "training"),
+    "reports": ("record",),
+    "reports.advice": ("record", "reports"),
+    "workshop": ("config", "data.staging", "distributed", "jobs", "record", "reports"),
+    # It joins the others, and no other room may import it.
+    "commands": (*_JOBS, "jobs.sweeps", "config", "data", "distributed", "monitor", "record", *_REPORTS),
 }
-OPTIONAL = ("monitor", "advice", "workshop")
-_WHAT_TRAINS = ("jobs", "doctor", "training", "config", "data")
-# Package -> packages without which it can be imported: it needs a folder of CSVs alone.
+# All that the others know of them is a folder of CSVs (record/records.py, monitor/samples.py).
+OPTIONAL = ("monitor", "reports.advice", "workshop")
+WHAT_OTHERS_MAY_KNOW = ("monitor.samples",)
+_WHAT_TRAINS = ("jobs", "training", "checkpoint", "config", "data")
+# Room -> rooms without which it can be imported.
 DOES_WITHOUT = {
-    "compare": (*_WHAT_TRAINS, "advice", "monitor", "workshop"),
-    "advice": (*_WHAT_TRAINS, "monitor", "workshop"),
-    "monitor": (*_WHAT_TRAINS, "compare", "advice", "workshop"),
+    "reports": (*_WHAT_TRAINS, "reports.advice", "monitor", "workshop"),
+    "reports.advice": (*_WHAT_TRAINS, "monitor", "workshop"),
+    "monitor": (*_WHAT_TRAINS, "reports", "workshop"),
 }
 # What the doctor, the login node and a job script need before an environment exists, or outside of it.
-BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.why", "jobs.in_job")
-BARE += tuple(f"doctor.{name}" for name in ("checkup", "cli", "login_node"))
+BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.inside.failure_reason", "jobs.inside.in_job")
+BARE += tuple(f"jobs.doctor.{name}" for name in ("checkup", "cli", "login_node"))
 # What makes a login node slow.
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
 SCRIPTS = [path for folder in ("slurm", "results") for path in sorted((REPOSITORY / folder).glob("*.py"))]
-COMMANDS = {path.stem for path in SCRIPTS}
+PACKAGE = REPOSITORY / "manygpus"
 
 
-def imports(path: Path, at_the_top: bool = False) -> set[str]:
-    """The modules that a file imports, `from manygpus import jobs` as manygpus.jobs."""
-    tree = ast.parse(path.read_text())
-    found = set()
-    for node in tree.body if at_the_top else ast.walk(tree):
+def room_of(module: str) -> str:
+    """The folder of a module, `jobs.inside` for jobs.inside.in_job; "" at the top."""
+    folder = module.rpartition(".")[0]
+    # A list of the monitor's own, with a file for each.
+    return "monitor" if folder == "monitor.findings" else folder
+
+
+# `jobs.inside.in_job` -> its file; without the files that only say what a room is for.
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in lessons.files("manygpus/*.py")
+    if path.name != "__init__.py"
+}
+
+
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports, also within its functions, and what it takes from each."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
-def package_of(path: Path) -> str:
-    """The package of a module, of which it may lie in a subfolder; for one at the top, manygpus itself."""
-    return path.relative_to(REPOSITORY).parent.parts[:2][-1]
+def imports_of_ours(path: Path) -> set[str]:
+    """The modules of the package that a file imports."""
+    return {name.removeprefix("manygpus.") for name in imports(path)} & MODULES.keys()
 
 
-PACKAGES = [path for path in lessons.files("manygpus/*.py") if package_of(path) != "manygpus"]
-CORE = [path for path in lessons.files("manygpus/*.py") if package_of(path) not in (*OPTIONAL, "commands")]
-AT_THE_TOP = {path.stem for path in (REPOSITORY / "manygpus").glob("*.py")}
+def is_in(module: str, rooms: tuple[str, ...]) -> bool:
+    """Whether a module is one of `rooms`, or lies in one: jobs.slurm lies in jobs, jobs.inside.in_job not."""
+    return module in rooms or room_of(module) in rooms
 
 
-def test_every_package_is_there() -> None:
-    assert {package_of(path) for path in PACKAGES} == set(MAY_IMPORT)
+def test_every_room_is_in_the_table() -> None:
+    assert {room_of(module) for module in MODULES} - {""} == MAY_IMPORT.keys()
 
 
-@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_a_package_imports_what_it_may(path: Path) -> None:
-    package = package_of(path)
-    ours = {name.removeprefix("manygpus.") for name in imports(path) if name.startswith("manygpus.")}
-    others = {name for name in ours if name.split(".")[0] not in {package, *AT_THE_TOP}} - set(MAY_IMPORT)
-    assert not {name for name in others if not name.startswith(MAY_IMPORT[package])}
+def test_a_room_stands_above_those_that_import_it() -> None:
+    for number, (room, may_import) in enumerate(MAY_IMPORT.items()):
+        above = tuple(MAY_IMPORT)[:number]
+        assert all(name in above or room_of(name) in above for name in may_import), room
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_the_core_does_without_the_optional_packages(path: Path) -> None:
-    """All that they know of each other is a folder of CSVs (record/records.py, monitor/samples.py)."""
-    optional = tuple(f"manygpus.{name}" for name in OPTIONAL)
-    imported = {name for name in imports(path) if name.startswith(optional)}
-    if package_of(path) == "jobs":
-        imported -= {"manygpus.monitor", "manygpus.monitor.samples"}
-    assert not imported
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_what_its_room_may(module: str) -> None:
+    """A module at the top imports others at the top only."""
+    room = room_of(module)
+    allowed = ("", room, *MAY_IMPORT.get(room, ()))
+    if module == "__main__":
+        allowed += ("config",)
+    assert not {name for name in imports_of_ours(MODULES[module]) if not is_in(name, allowed)}
 
 
-@pytest.mark.parametrize("package", DOES_WITHOUT)
-def test_a_package_that_reads_csvs_needs_no_training_and_no_jobs(package: str) -> None:
-    """It can be imported where the packages that it must not need are not there."""
-    paths = [path for path in PACKAGES if package_of(path) == package and path.stem != "__init__"]
-    modules = ", ".join(".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in paths)
-    absent = {f"manygpus.{name}": None for name in DOES_WITHOUT[package]}
+def test_no_modules_import_each_other() -> None:
+    """Neither directly nor in a circle, nor within a function."""
+    TopologicalSorter({name: imports_of_ours(path) for name, path in MODULES.items()}).prepare()
+
+
+@pytest.mark.parametrize("room", [room for room in MAY_IMPORT if room not in (*OPTIONAL, "commands")])
+def test_the_core_does_without_the_optional_rooms(room: str) -> None:
+    for module, path in MODULES.items():
+        if room_of(module) == room and not room.startswith(OPTIONAL):
+            optional = {name for name in imports_of_ours(path) if name.startswith(OPTIONAL)}
+            assert not optional - set(WHAT_OTHERS_MAY_KNOW), module
+
+
+@pytest.mark.parametrize("room", DOES_WITHOUT)
+def test_a_room_that_reads_csvs_needs_no_training_and_no_jobs(room: str) -> None:
+    """It can be imported where the rooms that it must not need are not there."""
+    modules = ", ".join(f"manygpus.{module}" for module in MODULES if room_of(module) == room)
+    absent = {f"manygpus.{name}": None for name in DOES_WITHOUT[room]}
     program = f"import sys; sys.modules |= {absent!r}; import {modules}"
     succeeded(ran(sys.executable, "-c", program, cwd=REPOSITORY))
 
@@ -118,9 +157,23 @@ def test_the_doctor_needs_no_packages() -> None:
     succeeded(ran(sys.executable, "-I", "-S", "-c", program))
 
 
+def test_every_public_name_is_there_for_scripts_and_for_editors() -> None:
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text()).body
+    assert {statement.names[0].asname: statement.module for statement in stub} == {
+        name: f"manygpus.{module}" for name, module in manygpus._MODULE_OF.items()
+    }
+    assert all(hasattr(manygpus, name) for name in manygpus.__all__)
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    program = "import sys, manygpus; print([name for name in sys.modules if name.startswith('manygpus.')], "
+    program += f"sorted({HEAVY!r} & sys.modules.keys()))"
+    assert ran(sys.executable, "-c", program, cwd=REPOSITORY).stdout == "[] []\n"
+
+
 @pytest.mark.parametrize("path", lessons.files("*.py"), ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_nothing_imports_from_a_command(path: Path) -> None:
-    assert not {name for name in imports(path) if name.split(".")[0] in COMMANDS}
+    assert not {name for name in imports(path) if name.split(".")[0] in {script.stem for script in SCRIPTS}}
 
 
 @pytest.mark.parametrize(
@@ -132,18 +185,25 @@ def test_a_command_patches_nothing(path: Path) -> None:
     assert "sys.path" not in path.read_text()
 
 
-def test_every_entry_point_is_there() -> None:
+def test_the_entry_point_is_there() -> None:
     entry_points = load_file(REPOSITORY / "pyproject.toml")["project"]["scripts"]
-    functions = [EntryPoint(name, value, "console_scripts").load() for name, value in entry_points.items()]
-    assert functions and all(map(callable, functions))
+    (function,) = [EntryPoint(name, value, "console_scripts").load() for name, value in entry_points.items()]
+    assert function is import_module("manygpus.__main__").main
 
 
-def test_an_entry_point_is_a_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_explains_itself(name: str, tmp_path: Path) -> None:
     """In a script as pip writes it, from another folder."""
-    entry_point = load_file(REPOSITORY / "pyproject.toml")["project"]["scripts"]["manygpus-monitor"]
-    module, function = entry_point.split(":")
-    script = tmp_path / "manygpus-monitor"
-    script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    script = tmp_path / "manygpus"
+    script.write_text("import sys\nfrom manygpus.__main__ import main\nsys.exit(main())\n")
     command = partial(ran, sys.executable, script, cwd=tmp_path, env=ENVIRONMENT)
-    assert "usage: manygpus-monitor " in succeeded(command("--help")).stdout
-    assert "--verdict" in one_error(command())
+    assert f"usage: manygpus {name} " in succeeded(command(name, "--help")).stdout
+    assert one_error(command(name, "--no-such-option", "17"))
+
+
+def test_the_list_of_commands(tmp_path: Path) -> None:
+    command = partial(ran, sys.executable, "-m", "manygpus", cwd=tmp_path, env=ENVIRONMENT)
+    for arguments in ([], ["--help"]):
+        listed = succeeded(command(*arguments)).stdout
+        assert all(f"  {name} " in listed for name in COMMANDS)
+    assert "'joubs'" in one_error(command("joubs"))

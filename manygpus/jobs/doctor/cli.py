@@ -117,7 +117,7 @@ def _print_all_reduce(rows: list[dict]) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = Parser(prog="doctor.py", description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--job", action="store_true", help="also check inside a short job, on every node")
     parser.add_argument(
         "--nodes", type=at_least(1), default=1, metavar="N", help="nodes of the job (default: %(default)s)"

@@ -1,9 +1,11 @@
 """What a job script asks (slurm/job_env.sh), which itself decides nothing: at its beginning, and at its end.
 
-    python -m manygpus.jobs.inside.in_job begin ...   prints shell code for its shell (start_plan.py)
+    python -m manygpus.jobs.inside.in_job begin       prints shell code for its shell (start_plan.py)
     python -m manygpus.jobs.inside.in_job script ...  prints what it runs, and keeps it in the job's folder
-    python -m manygpus.jobs.inside.in_job back ...    prints yes or no: may it go back to the queue? (outcome_rules.py)
-    python -m manygpus.jobs.inside.in_job end ...     prints its exit code, then its last lines (outcome_rules.py)
+    python -m manygpus.jobs.inside.in_job back        prints yes or no: may it go back to the queue?
+    python -m manygpus.jobs.inside.in_job end         prints its exit code, then its last lines
+
+outcome_rules.py decides the last two.
 
 Its input is what it has to know: NAME=VALUE, each with a NUL after it, one more NUL, and then the end of what
 the ranks and their launcher have printed in this start (job_log.py). `end` also keeps the outcome

@@ -6,7 +6,7 @@
 That may be another Python than the kit's, of an environment of the user's: it needs no packages, and 3.7
 will do.
 
-USR2 is ignored there (jobs/inside/run_plain.py). But Lightning and others install a handler only where Python tells of
+USR2 is ignored there (run_plain.py). But Lightning and others install a handler only where Python tells of
 none. So `signal.getsignal` tells that USR2 is at its default, until the script installs a handler.
 """
 

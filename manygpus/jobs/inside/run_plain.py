@@ -1,8 +1,8 @@
 """Run a program that does not use the kit, as a rank of a job.
 
-`python -m manygpus.jobs.inside.run_plain --plain script.py` is `python script.py` with the variables of torchrun. This
-process stays beside the program, hands it the signals of the job, and ends as it does. It runs in the
-environment of the kit, and the program in its own, if it has one (--python).
+`python -m manygpus.jobs.inside.run_plain --plain script.py` is `python script.py` with the variables of
+torchrun. This process stays beside the program, hands it the signals of the job, and ends as it does. It runs
+in the environment of the kit, and the program in its own, if it has one (--python).
 
 Slurm sends USR2 a minute before the time limit. Linux ends a process that has no handler for it, so it is
 ignored until the program has one. Many scripts wait for USR1 (Lightning unless told otherwise). So USR2 goes
