@@ -109,6 +109,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=64, help="images per optimizer step, in all")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="what the layers compute in"
+    )
     parser.add_argument("--data-dir", default=DATA, help="the folder that holds MNIST/raw/")
     parser.add_argument("--num-workers", type=int, default=4, help="processes that load images, at most")
     parser.add_argument("--save-every", type=int, default=500, help="steps from one checkpoint to the next")
@@ -119,8 +122,6 @@ def main() -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(1)
-    torch.set_float32_matmul_precision("high")  # on GPUs with TF32, float32 matrices are multiplied in it
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
     if not Path(args.data_dir, "MNIST").is_dir():
         raise SystemExit(f"there is no MNIST in {args.data_dir}: `make data` in the top folder fetches it")
@@ -192,7 +193,7 @@ def main() -> None:
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
-            with torch.autocast(device.type, torch.bfloat16, enabled=has_bf16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                 loss = F.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
@@ -210,7 +211,7 @@ def main() -> None:
 
         model.eval()
         counts = torch.zeros(2, device=device)  # of right answers, and of images
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=has_bf16):
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             for images, labels in test_loader:
                 images = images.to(device, non_blocking=True)
                 labels = labels.to(device, non_blocking=True)

@@ -16,11 +16,11 @@ from manygpus import (
     entrypoint,
     init_single_process,
     parse_options,
-    set_float32_precision,
     tune_process,
 )
 from manygpus.devices import accelerator_of, is_gpu
 from manygpus.training import clock
+from manygpus.training.precision import set_float32_precision
 
 TURNS = 5  # of all precisions, one after the other: a busy moment of the machine affects all of them
 STEPS_ON_GPU = 50  # in a row, as a GPU works through a queue
@@ -31,7 +31,7 @@ WORTH_IT = 1.1  # fewer bits must be at least this many times as fast, in every 
 @entrypoint
 def main() -> None:
     opts = parse_options(__doc__)
-    if opts.precision != "fp32":
+    if opts.precision is not None:
         raise UserError("this script times each precision that the device has: leave out --precision.")
     dist_env = init_single_process(use_gpu=not opts.no_cuda)
     tune_process(dist_env)

@@ -30,7 +30,7 @@ from manygpus import (
     load_dataset,
     option,
     parse_options,
-    set_float32_precision,
+    resolve_precision,
     take_all_gpus,
     train_loader,
     tune_process,
@@ -59,7 +59,7 @@ def main() -> None:
         devices = [dist_env.device] * opts.replicas
     count = len(devices)
     opts = opts.resolve_batch_size(count, "replicas")
-    set_float32_precision(opts.precision, dist_env.device)
+    opts = resolve_precision(opts, dist_env.device)
     torch.manual_seed(opts.seed)
     take_all_gpus(opts.seed)  # so that each GPU drops different neurons
     torch.set_num_threads(max(torch.get_num_threads() // count, 1))  # the replicas share the cores

@@ -18,7 +18,7 @@ from manygpus import (
     init_single_process,
     load_dataset,
     parse_options,
-    set_float32_precision,
+    resolve_precision,
     take_all_gpus,
     train_loader,
     tune_process,
@@ -32,7 +32,7 @@ def main() -> None:
     tune_process(dist_env)
     gpus = torch.cuda.device_count() if dist_env.device.type == "cuda" else 0
     opts = opts.resolve_batch_size(gpus, "GPUs")
-    set_float32_precision(opts.precision, dist_env.device)
+    opts = resolve_precision(opts, dist_env.device)
     torch.manual_seed(opts.seed)
     take_all_gpus(opts.seed)  # so that each GPU drops different neurons
 

@@ -34,7 +34,7 @@ from manygpus import (
     load_dataset,
     option,
     parse_options,
-    set_float32_precision,
+    resolve_precision,
     train_loader,
     tune_process,
 )
@@ -73,7 +73,7 @@ def main() -> None:
     )
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
-    set_float32_precision(opts.precision, dist_env.device)
+    opts = resolve_precision(opts, dist_env.device)
     torch.manual_seed(opts.seed + dist_env.rank)
     folder = opts.results_dir / "breakdown"
     fix = "free the space, fix the permissions, or give a different --results-dir."

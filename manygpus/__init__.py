@@ -32,7 +32,7 @@ _NAMES_OF = {
     "signals": ("obey_the_trainer",),
     "training.early_stopping": ("EarlyStopping",),
     "training.evaluation": ("Metric", "evaluate"),
-    "training.precision": ("set_float32_precision",),
+    "training.precision": ("resolve_precision",),
     "training.recorder": ("Recorder",),
     "training.run": ("Run",),
     "training.tuning": ("tune_process",),

@@ -32,7 +32,7 @@ from manygpus.signals import obey_the_trainer as obey_the_trainer
 from manygpus.training.early_stopping import EarlyStopping as EarlyStopping
 from manygpus.training.evaluation import Metric as Metric
 from manygpus.training.evaluation import evaluate as evaluate
-from manygpus.training.precision import set_float32_precision as set_float32_precision
+from manygpus.training.precision import resolve_precision as resolve_precision
 from manygpus.training.recorder import Recorder as Recorder
 from manygpus.training.run import Run as Run
 from manygpus.training.tuning import tune_process as tune_process

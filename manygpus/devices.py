@@ -22,6 +22,9 @@ from manygpus.launchers import DistEnv
 
 PREVIOUS_VERSIONS = "https://pytorch.org/get-started/previous-versions"
 GIBIBYTE = 2**30
+CPUINFO = Path("/proc/cpuinfo")
+# How Linux names units for bfloat16 there: two of x86, one of Arm.
+BF16_OF_CPUS = {"amx_bf16", "avx512_bf16", "bf16"}
 
 
 explain(
@@ -139,8 +142,12 @@ class Accelerator:
         return False
 
     def supports_bf16(self) -> bool:
-        """Return whether the device has units for bfloat16."""
+        """Return whether the device computes in bfloat16."""
         return self.module.is_bf16_supported()
+
+    def has_bf16_units(self) -> bool:
+        """Return whether the device computes in bfloat16 faster than in float32, as it has units for it."""
+        return self.supports_bf16()
 
 
 class Cuda(Accelerator):
@@ -260,8 +267,14 @@ class Cpu(Accelerator):
         return torch.random.fork_rng(devices=[])
 
     def supports_bf16(self) -> bool:
-        """Return True: without units for it, which its name does not show, bf16 works, but is slower."""
+        """Return True: without units for it, bf16 works, but is slower."""
         return True
+
+    def has_bf16_units(self) -> bool:
+        """Return whether the kernel lists AMX or AVX-512 for bfloat16 (x86), or the same of Arm."""
+        # Of the first core; a system without that file is no cluster's.
+        words = CPUINFO.read_text().partition("\n\n")[0].split() if CPUINFO.exists() else []
+        return not BF16_OF_CPUS.isdisjoint(words)
 
 
 # The first one that is available is taken.

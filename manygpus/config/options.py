@@ -246,11 +246,12 @@ class Options:
         "2500 on GPUs)",
     )
 
-    precision: str = _option(
+    precision: str | None = _option(
         "machine",
-        "fp32",
+        None,  # until training/precision.py knows the device
         choices=("fp32", "tf32", "bf16"),
-        help="bf16: the layers compute in bfloat16; tf32: GPUs multiply with 10 bits of mantissa",
+        help="bf16: the layers compute in bfloat16; tf32: GPUs multiply with 10 bits of mantissa (default: "
+        "fp32, or bf16 with --recipe fast on a device with units for it)",
         shapes_training=True,
         column="precision",
     )

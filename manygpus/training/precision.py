@@ -5,15 +5,35 @@ newer NVIDIA GPUs then multiply float32 numbers with 10 bits of mantissa instead
 """
 
 import warnings
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from manygpus.config.options import Options
 from manygpus.devices import accelerator_of, device_name
 from manygpus.errors import UserError
 from manygpus.network.model import unwrapped
 
+AnyOptions = TypeVar("AnyOptions", bound=Options)
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+def resolve_precision(options: AnyOptions, device: torch.device) -> AnyOptions:
+    """Return the options with the precision to compute in, and switch TF32 on or off for it.
+
+    It is that of --precision. Without the option it is fp32, and bf16 with --recipe fast on a device that has
+    units for it.
+
+    Raises:
+        UserError: if the device does not have the precision.
+    """
+    if options.precision is None:
+        is_fast = options.recipe == "fast" and accelerator_of(device).has_bf16_units()
+        options = replace(options, precision="bf16" if is_fast else "fp32")
+    set_float32_precision(options.precision, device)
+    return options
 
 
 def set_float32_precision(precision: str, device: torch.device) -> None:

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn
 
@@ -124,6 +124,9 @@ class Run:
         if self.devices is None:
             self.devices = self.dist_env.world_size
         self._dataset = getattr(self.train_set, "name", type(self.train_set).__name__)
+        if self.options.precision is None:
+            # A script that has not called `resolve_precision` enters no autocast by itself.
+            self.options = replace(self.options, precision="fp32")
         self._check_weights()
         self._record = self._open_record()
         self._check_options()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import Checkout
-from conftest import REPOSITORY, one_error, places, rows_of, succeeded
+from conftest import REPOSITORY, STAGES, one_error, places, rows_of, succeeded
 from torch import nn
 
 from manygpus.errors import UserError
@@ -56,6 +56,38 @@ def test_tf32_where_there_is_none_is_one_sentence(where: tuple | None, sentence:
         gpu(*where)
     with pytest.raises(UserError, match=sentence):
         set_float32_precision("tf32", GPU if where else torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "has_units", "precision"),
+    [
+        ((), True, "fp32"),
+        (("--recipe", "fast"), True, "bf16"),
+        (("--recipe", "fast"), False, "fp32"),
+        (("--recipe", "fast", "--precision", "fp32"), True, "fp32"),
+    ],
+    ids=["classic", "fast", "fast without units", "fast as told"],
+)
+def test_recipe_fast_takes_bf16_where_the_device_has_units_for_it(
+    arguments: tuple[str, ...], has_units: bool, precision: str, tmp_path: Path, script: Callable
+) -> None:
+    """In the training, and in what is recorded of it."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"flags : fpu avx512f{' amx_bf16' if has_units else ''}\n\nflags : none\n")
+    look = f"from manygpus import devices; devices.CPUINFO = devices.Path({str(cpuinfo)!r})"
+    tell = "print('autocast:', torch.is_autocast_enabled('cpu'))"
+    text = STAGES["single"].read_text()
+    for old, new in (
+        ("opts = parse", f"{look}\n    opts = parse"),
+        ("            with autocast:\n", f"            with autocast:\n                {tell}\n"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "told.py").write_text(text)
+    small = ("--epochs", 1, "--train-size", 64, "--test-size", 64, "--batch-size", 64, "--width", 4)
+    done = succeeded(script(tmp_path / "told.py", *small, *arguments, "--results-dir", tmp_path))
+    assert f"autocast: {precision == 'bf16'}" in done.stdout
+    assert {row["precision"] for row in rows_of(tmp_path)} == {precision}
 
 
 @pytest.mark.parametrize(("weights", "recorded"), [(torch.float32, "bf16"), (torch.bfloat16, "bf16")])

@@ -123,7 +123,7 @@ def recipe(args: argparse.Namespace) -> Rows:
     """The whole process to 99 % test accuracy: the classic script, and --recipe fast on five fresh seeds."""
     yield from _classic(args, 1, "--epochs=14", f"--stop-at={GOAL_PERCENT}")
     for seed in range(101, 106):
-        chosen = ("--recipe=fast", "--epochs=2", "--batch-size=128", f"--seed={seed}")
+        chosen = ("--recipe=fast", "--precision=fp32", "--epochs=2", "--batch-size=128", f"--seed={seed}")
         yield from _stage(args, "recipe fast", seed, "single", *chosen)
 
 

@@ -26,7 +26,7 @@ from manygpus import (
     load_dataset,
     option,
     parse_options,
-    set_float32_precision,
+    resolve_precision,
     train_loader,
     tune_process,
 )
@@ -47,7 +47,7 @@ def main() -> None:
     )
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
-    set_float32_precision(opts.precision, dist_env.device)
+    opts = resolve_precision(opts, dist_env.device)
     check_divides(
         opts.batch_size,
         parts=dist_env.world_size * opts.accumulate,

@@ -30,7 +30,7 @@ from manygpus import (
     load_dataset,
     option,
     parse_options,
-    set_float32_precision,
+    resolve_precision,
     train_loader,
     tune_process,
 )
@@ -130,7 +130,7 @@ def main() -> None:
         raise UserError(
             f"--batch-size {opts.batch_size} is less than the {dist_env.world_size} processes: raise it."
         )
-    set_float32_precision(opts.precision, dist_env.device)
+    opts = resolve_precision(opts, dist_env.device)
     torch.manual_seed(opts.seed)
 
     # Every rank takes every whole batch, as one process would. The first rank needs the images, and the

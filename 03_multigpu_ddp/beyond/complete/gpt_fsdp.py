@@ -21,7 +21,7 @@ from manygpus import (
     evaluate,
     init_distributed,
     parse_options,
-    set_float32_precision,
+    resolve_precision,
     tune_process,
 )
 from manygpus.checkpoint.sharded import check_pytorch
@@ -37,7 +37,7 @@ def main() -> None:
     )
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
-    set_float32_precision(opts.precision, dist_env.device)
+    opts = resolve_precision(opts, dist_env.device)
     torch.manual_seed(opts.seed)
 
     train_text, test_text = gpt_data.texts(opts)

@@ -21,7 +21,7 @@ from manygpus import (
     init_distributed,
     option,
     parse_options,
-    set_float32_precision,
+    resolve_precision,
     train_loader,
     tune_process,
 )
@@ -82,7 +82,7 @@ def main() -> None:
     )
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
-    set_float32_precision(opts.precision, dist_env.device)
+    opts = resolve_precision(opts, dist_env.device)
     torch.manual_seed(opts.seed)
 
     train_set = Sums(10_000, seed=1)

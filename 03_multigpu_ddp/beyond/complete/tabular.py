@@ -27,7 +27,7 @@ from manygpus import (
     init_distributed,
     option,
     parse_options,
-    set_float32_precision,
+    resolve_precision,
     train_loader,
     tune_process,
 )
@@ -86,7 +86,7 @@ def main() -> None:
     )
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
-    set_float32_precision(opts.precision, dist_env.device)
+    opts = resolve_precision(opts, dist_env.device)
     check_divides(
         opts.batch_size,
         parts=dist_env.world_size * opts.accumulate,

@@ -28,7 +28,6 @@ from manygpus import (
     load_dataset,
     normalize,
     parse_options,
-    set_float32_precision,
     train_loader,
 )
 from manygpus.config import options
@@ -36,6 +35,7 @@ from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.data import loaders as batches
 from manygpus.data.loaders import Batches, DistributedBatchSampler, ResidentBatches
 from manygpus.distributed import process_group
+from manygpus.training.precision import set_float32_precision
 
 COLUMNS = ["batch", "precision", "kind", "what", "ms", "least_ms", "most_ms", "gpu_ms", "gpu_kernels"]
 SHAPES = {"128": (128, "tf32"), "1024": (1024, "bf16"), "4": (4, "fp32")}

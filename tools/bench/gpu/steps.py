@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from measuring import DEVICE, Table, captured, steps_per_s
 from torch import nn
 
-from manygpus import InMemoryDataset, Net, load_dataset, set_float32_precision
+from manygpus import InMemoryDataset, Net, load_dataset
 from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.data.loaders import DistributedBatchSampler, ResidentBatches
 from manygpus.record import records
+from manygpus.training.precision import set_float32_precision
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CAPTURED_SCRIPT = REPOSITORY / "03_multigpu_ddp" / "beyond" / "by_feature" / "captured.py"

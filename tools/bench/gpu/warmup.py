@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from measuring import DEVICE, Table, wait
 
-from manygpus import Net, load_dataset, normalize, set_float32_precision
+from manygpus import Net, load_dataset, normalize
 from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.data.loaders import DistributedBatchSampler
+from manygpus.training.precision import set_float32_precision
 
 COLUMNS = [
     "optimizer", "batch", "rule", "warmup", "warmup_updates", "seed", "images", "epochs", "updates", "lr",

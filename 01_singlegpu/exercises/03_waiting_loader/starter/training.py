@@ -17,7 +17,7 @@ from manygpus import (
     init_single_process,
     load_dataset,
     parse_options,
-    set_float32_precision,
+    resolve_precision,
     train_loader,
     tune_process,
 )
@@ -42,7 +42,7 @@ def main() -> None:
     dist_env = init_single_process(use_gpu=not opts.no_cuda, debug_dir=opts.debug_dir)
     tune_process(dist_env)
     opts = opts.resolve_batch_size(1)
-    set_float32_precision(opts.precision, dist_env.device)
+    opts = resolve_precision(opts, dist_env.device)
     torch.manual_seed(opts.seed)
 
     # By default all images go to the device once and stay there.

@@ -26,7 +26,7 @@ from manygpus import (
     init_distributed,
     load_dataset,
     parse_options,
-    set_float32_precision,
+    resolve_precision,
     train_loader,
     tune_process,
 )
@@ -134,7 +134,7 @@ def main() -> None:
     )
     tune_process(dist_env)
     opts = opts.resolve_batch_size(dist_env.world_size)
-    set_float32_precision(opts.precision, dist_env.device)
+    opts = resolve_precision(opts, dist_env.device)
     torch.manual_seed(opts.seed + dist_env.rank)  # different dropout on each rank; DDP equalises the weights
     training = Training(opts, dist_env)
     ddp = DDPStrategy(
