@@ -74,15 +74,15 @@ def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: to
     Args:
         seconds: by phase, (ranks, repeats); `step`: those of the whole step, (ranks, repeats).
     """
-    of_ranks = {phase: _milliseconds(values) for phase, values in seconds.items()}
-    whole, total = _milliseconds(step).mean(), sum(values.mean() for values in of_ranks.values())
+    seconds_by_rank = {phase: _milliseconds(values) for phase, values in seconds.items()}
+    whole, total = _milliseconds(step).mean(), sum(values.mean() for values in seconds_by_rank.values())
     lines = [
         f"{facts['world_size']} x {facts['device_name']} · {facts['dataset']} · global batch "
         f"{facts['global_batch']} · {facts['loader']} loader · {facts['precision']} · "
         f"recipe {facts['recipe']}{facts['settings'] and ' · ' + facts['settings']}",
         f"{'phase':<13}{'ms':>9}{'%':>7}   least..most of the ranks",
     ]
-    for phase, values in of_ranks.items():
+    for phase, values in seconds_by_rank.items():
         mean = values.mean()
         lines.append(f"{phase:<13}{mean:>9.2f}{mean / total:>7.1%}   {values.min():.2f}..{values.max():.2f}")
     lines.append(f"phases sum to {total:.2f} ms, the step takes {whole:.2f} ms ({total / whole:.1%})")
@@ -109,8 +109,8 @@ def write(path: Path, facts: dict[str, object], hosts: list[str], seconds: dict[
     """
     rows = [
         facts | {"rank": rank, "host": hosts[rank], "repeat": repeat, "phase": phase, "seconds": value}
-        for phase, of_ranks in seconds.items()
-        for rank, repeats in enumerate(of_ranks.tolist())
+        for phase, seconds_by_rank in seconds.items()
+        for rank, repeats in enumerate(seconds_by_rank.tolist())
         for repeat, value in enumerate(repeats, start=1)
     ]
     with explained(f"{path} cannot be written", "free the space or give a different --results-dir."):

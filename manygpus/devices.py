@@ -507,11 +507,11 @@ def set_random_states(states: list[torch.Tensor]) -> bool:
     if len(states) != len(random_states()):
         return False
     torch.set_rng_state(states[0])
-    of_devices = states[1:]
+    device_states = states[1:]
     for accelerator in ACCELERATORS:
         count = len(accelerator.random_states())
-        accelerator.set_random_states(of_devices[:count])
-        of_devices = of_devices[count:]
+        accelerator.set_random_states(device_states[:count])
+        device_states = device_states[count:]
     return True
 
 

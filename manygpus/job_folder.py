@@ -55,8 +55,8 @@ def prepare(folder: Path, plain: bool) -> None:
         OSError: if it cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    of_ranks = [path for path in folder.glob("rank-*") if NOTE.fullmatch(path.name)]
-    for path in (*of_ranks, folder / FIRST_FAILED, folder / STOPPED):
+    rank_notes = [path for path in folder.glob("rank-*") if NOTE.fullmatch(path.name)]
+    for path in (*rank_notes, folder / FIRST_FAILED, folder / STOPPED):
         path.unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         (folder / OUTCOME).rename(folder / EARLIER_OUTCOME)

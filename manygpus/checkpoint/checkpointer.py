@@ -85,7 +85,7 @@ class Progress(NamedTuple):
     step: int = 0
 
 
-class Found(NamedTuple):
+class NewestCheckpoint(NamedTuple):
     """The newest checkpoint that can be read, and what its file has."""
 
     path: Path
@@ -450,7 +450,7 @@ class Checkpointer:
         self._progress = Progress(checkpoint.epoch, checkpoint.step)
         process_group.on_rank_0(lambda: print_line(f"resumed from {path}"))
 
-    def _newest_readable(self) -> Found | None:
+    def _newest_readable(self) -> NewestCheckpoint | None:
         """Find the newest checkpoint that can be read, on all ranks; name damaged ones and set them aside.
 
         Raises:
@@ -473,7 +473,7 @@ class Checkpointer:
                 # different weights, without a word.
                 self._check_shared(process_group.gather(checksum(_file_of(path))))
                 process_group.on_rank_0(lambda: _set_aside(damaged))
-                return Found(path, state)
+                return NewestCheckpoint(path, state)
             if process_group.is_rank_0() and not damaged:
                 print_line(f"warning: the checkpoint {path} cannot be read ({problem})", sys.stderr)
             damaged.append(path)
@@ -484,7 +484,7 @@ class Checkpointer:
         if damaged:
             raise UserError(f"no checkpoint in {self.folder} can be read: {DIFFERENT_FOLDER}")
 
-    def _check_same_training(self, found: Found) -> None:
+    def _check_same_training(self, found: NewestCheckpoint) -> None:
         """Check that a checkpoint is of this training; on rank 0.
 
         Raises:

@@ -167,7 +167,7 @@ def _check_same(own: dict[str, object], saved: Metadata) -> None:
     shapes_of_ranks = process_group.gather(
         {name: tuple(value.shape) for name, value in own.items() if isinstance(value, torch.Tensor)}
     )
-    shapes = {name: shape for of_rank in shapes_of_ranks for name, shape in of_rank.items()}
+    shapes = {name: shape for rank_shapes in shapes_of_ranks for name, shape in rank_shapes.items()}
     saved_shapes = {
         name: tuple(entry.size)
         for name, entry in saved.state_dict_metadata.items()

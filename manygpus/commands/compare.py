@@ -177,8 +177,8 @@ def _compare_on_gpus(compared: Sweep, gpus: int, batch: int, arguments: argparse
     # A dictionary without values: two grids may give the same run.
     runs: dict[PlannedRun, None] = {}
     for grid in plan_on_gpus(gpus, batch, train_size, repeats):
-        of_grid, _ = compared.planned(grid)
-        runs |= dict.fromkeys(of_grid)
+        grid_runs, _ = compared.planned(grid)
+        runs |= dict.fromkeys(grid_runs)
     in_order = sorted(runs, key=lambda run: (run.repeat, run.shape.gpus))
     # One job at a time: jobs that share a node could slow each other down.
     return execution.run(compared, in_order, max_jobs=1, report=_report, run_seconds=run_seconds)

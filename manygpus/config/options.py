@@ -322,11 +322,11 @@ class Options:
 
     def _added(self) -> list[Field]:
         """List the options that the script has declared, and that are no options of all stages."""
-        of_all_stages = {option.name for option in fields(Options)}
+        common_options = {option.name for option in fields(Options)}
         return [
             option
             for option in fields(self)
-            if option.metadata["group"] == SCRIPT_GROUP and option.name not in of_all_stages
+            if option.metadata["group"] == SCRIPT_GROUP and option.name not in common_options
         ]
 
     @property

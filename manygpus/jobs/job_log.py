@@ -178,8 +178,8 @@ def _lines(text: bytes) -> list[str]:
 
 def _rank(name: str) -> int:
     """Return the rank whose log has this name; 0 for the log of the job."""
-    of_a_rank = OF_A_RANK.search(name)
-    return int(of_a_rank[1]) if of_a_rank else 0
+    rank_in_name = OF_A_RANK.search(name)
+    return int(rank_in_name[1]) if rank_in_name else 0
 
 
 def _number(text: str | None) -> int | None:

@@ -42,7 +42,7 @@ def variables(
     if threads is None:
         share = max(len(os.sched_getaffinity(0)) // ranks, 1)
         threads = os.environ.get("OMP_NUM_THREADS", share)
-    of_the_job = {
+    job_variables = {
         "MANYGPUS_DATA_DIR": str(data_dir),
         "MANYGPUS_RESULTS_DIR": str(results_dir),
         job_folder.VARIABLE: str(folder),
@@ -55,7 +55,7 @@ def variables(
         # A queue.py in the current folder is not for submitit.
         "PYTHONSAFEPATH": "1",
     }
-    return outside_of_jobs() | QUIET | of_the_job
+    return outside_of_jobs() | QUIET | job_variables
 
 
 def _chosen_gpus(count: int) -> list[str]:
@@ -113,7 +113,7 @@ def has_ended(job_id: str, folder: Path) -> bool:
     return os.fsencode(folder) not in command
 
 
-class Submitted(NamedTuple):
+class SubmititJob(NamedTuple):
     """What submitit has sent from a folder.
 
     Attributes:
@@ -125,12 +125,12 @@ class Submitted(NamedTuple):
     by_slurm: bool
 
 
-def submitted(folder: Path) -> Submitted:
+def submitted(folder: Path) -> SubmititJob:
     """Return what submitit has sent from `folder`."""
     job_ids = [path.name.removesuffix("_submitted.pkl") for path in folder.glob("[0-9]*_submitted.pkl")]
     # A script's name has a dot in front if submit.py was killed.
     by_slurm = any(folder.glob("*submission*.sh"))
-    return Submitted(job_ids[-1] if job_ids else "", by_slurm)
+    return SubmititJob(job_ids[-1] if job_ids else "", by_slurm)
 
 
 def outside_of_jobs() -> dict[str, str]:
@@ -138,8 +138,8 @@ def outside_of_jobs() -> dict[str, str]:
     in_a_job = "SLURM_JOB_ID" in os.environ
     variables = {}
     for name, value in os.environ.items():
-        of_the_job = in_a_job and name.startswith("SLURM_") and name != "SLURM_CONF"
-        if not of_the_job and not launchers.LEFT_BY_LAUNCHERS.fullmatch(name):
+        is_of_that_job = in_a_job and name.startswith("SLURM_") and name != "SLURM_CONF"
+        if not is_of_that_job and not launchers.LEFT_BY_LAUNCHERS.fullmatch(name):
             variables[name] = value
     return variables
 

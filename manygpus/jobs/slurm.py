@@ -315,10 +315,10 @@ def array_element(shown: str) -> str:
     Args:
         shown: the answer of `scontrol --oneliner show job`.
     """
-    of_job = fields(shown)
-    if "ArrayTaskId" not in of_job:
+    job_fields = fields(shown)
+    if "ArrayTaskId" not in job_fields:
         return ""
-    return f"{of_job['ArrayJobId']}_{of_job['ArrayTaskId']}"
+    return f"{job_fields['ArrayJobId']}_{job_fields['ArrayTaskId']}"
 
 
 def cluster() -> str:

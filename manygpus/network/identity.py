@@ -31,10 +31,10 @@ WRAPPED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 def base_lr(optimizer: torch.optim.Optimizer, group: int = 0) -> float:
     """Return the learning rate of a group of weights before any schedule; NaN if it finds its own."""
-    of_group = optimizer.param_groups[group]
+    settings = optimizer.param_groups[group]
     # One that has made steps may follow a schedule that is no object of PyTorch's.
-    current_lr = optimizer.defaults.get("lr") if optimizer.state else of_group.get("lr")
-    lr = of_group.get("initial_lr", current_lr)
+    current_lr = optimizer.defaults.get("lr") if optimizer.state else settings.get("lr")
+    lr = settings.get("initial_lr", current_lr)
     return math.nan if lr is None else float(lr)
 
 
@@ -94,8 +94,8 @@ def of_network(networks: Mapping[str, nn.Module], sharded: bool = False) -> str:
             is_layer = not module._modules
             modules[path] = _kind(module), settings, is_layer
     if sharded:
-        of_ranks = process_group.gather(modules)
-        modules = {path: module for of_rank in of_ranks for path, module in of_rank.items()}
+        modules_by_rank = process_group.gather(modules)
+        modules = {path: module for rank_modules in modules_by_rank for path, module in rank_modules.items()}
     kinds = Counter(kind for kind, _, is_layer in modules.values() if is_layer)
     words = [f"{kind}={count}" for kind, count in sorted(kinds.most_common(MOST_KINDS))]
     structure = _digest(repr(sorted(modules.items())).encode())

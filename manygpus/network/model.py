@@ -72,8 +72,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
     They put "module." and "_orig_mod." before the names of the weights.
     """
-    of_fabric = type(model).__name__ == "_FabricModule"
-    if of_fabric or isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+    is_fabric_wrapper = type(model).__name__ == "_FabricModule"
+    if is_fabric_wrapper or isinstance(model, (nn.DataParallel, DistributedDataParallel)):
         return unwrapped(model.module)
     if hasattr(model, "_orig_mod"):  # torch.compile's wrapper, whose class takes seconds to import
         return unwrapped(model._orig_mod)

@@ -92,12 +92,12 @@ class RecordWriter:
         self._seconds_before = 0.0
         began_at = datetime.now(timezone.utc) - timedelta(seconds=time.monotonic() - self._began)
         defaults = {name: column.default for name, column in COLUMNS.items() if column.default is not None}
-        of_this_start = {
+        start_columns = {
             "run_id": f"{_file_word(facts['stage'])}-{began_at:%Y%m%d-%H%M%S}-{secrets.token_hex(4)}",
             "started_at": f"{began_at:%Y-%m-%dT%H:%M:%SZ}",
             "schema_version": SCHEMA_VERSION,
         }
-        self.facts: Row = defaults | of_this_start | facts
+        self.facts: Row = defaults | start_columns | facts
         for name in facts:
             try:
                 COLUMNS[name].read(_to_text(facts[name]))
@@ -109,7 +109,7 @@ class RecordWriter:
         self._unit = unit
         self._per_sample = per_sample
         self.rows: list[Row] = []
-        self._of_ranks: list[Row] = []
+        self._rank_rows: list[Row] = []
         self._metrics: list[Row] = []
         self._epochs_added = 0
         self.path = folder / f"{self.facts['run_id']}.csv" if folder else None
@@ -117,7 +117,7 @@ class RecordWriter:
             fix = "free the space, fix the permissions, or give a different --results-dir."
             check_writable(folder, "results", fix)
 
-    def add(self, row: Row, of_ranks: Iterable[Row] = (), metrics: Iterable[Row] = ()) -> Row:
+    def add(self, row: Row, rank_rows: Iterable[Row] = (), metrics: Iterable[Row] = ()) -> Row:
         """Write the row of an epoch, those of its devices and its metrics; return the row with all columns.
 
         It replaces the rows of this epoch and later ones: the training has gone back to an earlier state, or
@@ -127,12 +127,12 @@ class RecordWriter:
             UserError: if a number makes no sense, or they cannot be written; earlier epochs are kept.
         """
         epoch = row["epoch"]
-        of_the_clock = {
+        clock_columns = {
             "warmup": self._epochs_added == 0,
             "elapsed_s": self._elapsed_s(),
             "recorded_at": _now(),
         }
-        row = self.facts | of_the_clock | row
+        row = self.facts | clock_columns | row
         metrics = list(metrics)
         if self._unit != IMAGES:
             speed = row["images_per_s"] * self._per_sample
@@ -148,7 +148,7 @@ class RecordWriter:
                 "The earlier epochs are recorded."
             ) from None
         self.rows = [*_before(epoch, self.rows), row]
-        self._of_ranks = [*_before(epoch, self._of_ranks), *of_ranks]
+        self._rank_rows = [*_before(epoch, self._rank_rows), *rank_rows]
         self._metrics = [*_before(epoch, self._metrics), *metrics]
         if self.path:
             self._write()
@@ -188,14 +188,14 @@ class RecordWriter:
     @property
     def of_the_last_epoch(self) -> list[Row]:
         """Return the rows of the devices in the last epoch."""
-        return [row for row in self._of_ranks if row["epoch"] == self.rows[-1]["epoch"]]
+        return [row for row in self._rank_rows if row["epoch"] == self.rows[-1]["epoch"]]
 
     def _write(self) -> None:
         fix = "free the space or give a different --results-dir. The earlier epochs are recorded."
         with explained(f"{self.path} cannot be written", fix):
             put_table(self.path, COLUMNS, self.rows)
-            if self._of_ranks:
-                put_table(beside(self.path, "ranks"), RANK_COLUMNS, self._of_ranks, delimiter="\t")
+            if self._rank_rows:
+                put_table(beside(self.path, "ranks"), RANK_COLUMNS, self._rank_rows, delimiter="\t")
             if self._metrics:
                 put_table(beside(self.path, "metrics"), METRIC_COLUMNS, self._metrics, delimiter="\t")
 
@@ -473,16 +473,16 @@ def _is_superseded(run_id: str, starts: dict[str, list[Row]], earlier_starts: di
     `earlier_starts`: of each start those that it resumed from, the latest first.
     """
     last_row = starts[run_id][-1]
-    of_this_run = {run_id, *earlier_starts[run_id]}
+    run_and_earlier_starts = {run_id, *earlier_starts[run_id]}
     # A start is never superseded by one that it resumed from, whatever the clocks of their nodes say.
-    for other in starts.keys() - of_this_run:
+    for other in starts.keys() - run_and_earlier_starts:
         first_row = starts[other][0]
         if last_row["ended"]:
             recorded = [name for name in earlier_starts[other] if name in starts]
             follows_this_one = recorded[:1] == [run_id]
             takes_its_place = follows_this_one and first_row["epoch"] > last_row["epoch"]
         else:
-            same_training = not of_this_run.isdisjoint(earlier_starts[other])
+            same_training = not run_and_earlier_starts.isdisjoint(earlier_starts[other])
             takes_its_place = same_training and first_row["recorded_at"] > last_row["recorded_at"]
         if takes_its_place:
             return True

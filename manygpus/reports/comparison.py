@@ -115,26 +115,24 @@ def summarize(rows: pd.DataFrame, target: float | None = None) -> pd.DataFrame:
     rates of the epochs. `unit` and `per_sample` are as `load` returns them; `in_its_unit` uses them.
     """
     rows = rows.assign(configuration=rows.groupby(CONFIGURATION).ngroup())
-    of_all_epochs = rows.groupby("configuration")
-    of_steady_epochs = rows[~rows.warmup].groupby("configuration")
-    of_last_epochs = rows.groupby("run_id").tail(1).groupby("configuration")
+    all_epochs = rows.groupby("configuration")
+    steady_epochs = rows[~rows.warmup].groupby("configuration")
+    last_epochs = rows.groupby("run_id").tail(1).groupby("configuration")
     run_lengths = rows.groupby(["configuration", "run_id"]).size().groupby("configuration")
-    table = of_all_epochs[CONFIGURATION].first()
+    table = all_epochs[CONFIGURATION].first()
     table = table.assign(
-        images_per_s=of_steady_epochs.images_per_s.median(),
-        slowest=of_steady_epochs.images_per_s.min(),
-        fastest=of_steady_epochs.images_per_s.max(),
-        epoch_seconds=of_steady_epochs.train_seconds.median(),
-        eval_seconds=of_steady_epochs.eval_seconds.median(),
+        images_per_s=steady_epochs.images_per_s.median(),
+        slowest=steady_epochs.images_per_s.min(),
+        fastest=steady_epochs.images_per_s.max(),
+        epoch_seconds=steady_epochs.train_seconds.median(),
+        eval_seconds=steady_epochs.eval_seconds.median(),
         test_accuracy=_final_accuracies(rows),
-        elapsed_s=of_last_epochs.elapsed_s.median(),
-        peak_memory_mb=of_steady_epochs.peak_memory_mb.max().combine_first(
-            of_all_epochs.peak_memory_mb.max()
-        ),
-        unit=of_all_epochs.unit.first(),
-        per_sample=of_all_epochs.per_sample.first(),
-        scripts=of_all_epochs.script.agg(_digests),
-        rates=pd.Series({number: variants.rates_as_text(group) for number, group in of_all_epochs}),
+        elapsed_s=last_epochs.elapsed_s.median(),
+        peak_memory_mb=steady_epochs.peak_memory_mb.max().combine_first(all_epochs.peak_memory_mb.max()),
+        unit=all_epochs.unit.first(),
+        per_sample=all_epochs.per_sample.first(),
+        scripts=all_epochs.script.agg(_digests),
+        rates=pd.Series({number: variants.rates_as_text(group) for number, group in all_epochs}),
         runs=run_lengths.size(),
         epochs=run_lengths.agg(_least_to_most),
         steady_epochs=(~rows.warmup).groupby(rows.configuration).sum(),
@@ -284,8 +282,8 @@ def _starts_in(file: Path, skipped: list[str]) -> dict[str, list[records.Row]]:
         skipped.append(str(error))
         return {}
     unit, per_sample = records.speed_unit(rows, _metrics_beside(file, skipped))
-    of_file = {"file": str(file), "unit": unit, "per_sample": per_sample}
-    return records.by_run(row | of_file for row in rows)
+    file_columns = {"file": str(file), "unit": unit, "per_sample": per_sample}
+    return records.by_run(row | file_columns for row in rows)
 
 
 def _rank_rows_beside(file: Path, skipped: list[str]) -> list[records.Row]:

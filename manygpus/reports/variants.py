@@ -116,8 +116,8 @@ def words_that_differ(column: str, texts: list[str]) -> dict[str, str]:
     differing = {}
     for text, words in words_of.items():
         kind = _kind(column, text)
-        of_same_kind = [set(words_of[other]) for other in texts if _kind(column, other) == kind]
-        shared = set.intersection(*of_same_kind)
+        words_of_same_kind = [set(words_of[other]) for other in texts if _kind(column, other) == kind]
+        shared = set.intersection(*words_of_same_kind)
         if len(kinds) > 1 and kind:
             # The kind itself is what differs, and comes first.
             words = [kind, *(word for word in words if word not in shared and word != kind)]

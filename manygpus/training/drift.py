@@ -45,11 +45,11 @@ class Drift:
             # A script may have begun to train more of them since.
             after = {name: sums for name, sums in _sums(network).items() if name in before}
             alike = _alike(after, process_group.broadcast(after), before)
-            of_tensors = zip(*process_group.gather(alike), strict=False)
+            alike_by_tensor = zip(*process_group.gather(alike), strict=False)
             # A tensor of which no rank knows more than None tells nothing. Where only some ranks have changed
             # it, they have not trained together: seen, with `if rank == 0: optimizer.step()`.
-            changed = [of_ranks for of_ranks in of_tensors if set(of_ranks) != {None}]
-            changed_alike = [all(of_ranks) for of_ranks in changed]
+            changed = [alike_on_ranks for alike_on_ranks in alike_by_tensor if set(alike_on_ranks) != {None}]
+            changed_alike = [all(alike_on_ranks) for alike_on_ranks in changed]
             if changed and not any(changed_alike):
                 kind = type(network).__name__
                 raise UserError(

@@ -17,7 +17,7 @@ from manygpus.network.optim import diverged
 from manygpus.training import clock
 
 
-class Trained(NamedTuple):
+class TrainResult(NamedTuple):
     """One training epoch: optimizer steps, seconds of the slowest rank, mean loss per sample."""
 
     steps: int
@@ -26,7 +26,7 @@ class Trained(NamedTuple):
     learning_rate: float  # of the first step
 
 
-class Tested(NamedTuple):
+class EvalResult(NamedTuple):
     """One evaluation: samples of all ranks, seconds of the slowest, mean loss per sample, percent correct."""
 
     samples: int
@@ -35,7 +35,7 @@ class Tested(NamedTuple):
     accuracy: float  # NaN where the targets are not class numbers
 
 
-NOT_TESTED = Tested(0, 0.0, math.nan, math.nan)
+NOT_EVALUATED = EvalResult(0, 0.0, math.nan, math.nan)
 
 
 class Metric(NamedTuple):
@@ -62,7 +62,7 @@ def evaluate(
     batches: Batches,
     loss: Callable[..., torch.Tensor],
     autocast: AbstractContextManager | None = None,
-) -> Tested:
+) -> EvalResult:
     """Evaluate the model on every sample of `batches` once: sum over this rank's shard, then over the ranks.
 
     Args:
@@ -92,7 +92,7 @@ def evaluate(
     total, correct, samples = process_group.sum_in_place(sums).tolist()
     if not math.isfinite(total):
         raise diverged(f"the test loss is {total}")
-    return Tested(int(samples), seconds, total / samples, 100 * correct / samples)
+    return EvalResult(int(samples), seconds, total / samples, 100 * correct / samples)
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:

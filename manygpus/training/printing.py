@@ -36,12 +36,12 @@ def print_start(facts: Row) -> None:
     )
 
 
-def print_epoch(row: Row, of_ranks: list[Row], epochs: int, unit: str, per_sample: float) -> None:
+def print_epoch(row: Row, rank_rows: list[Row], epochs: int, unit: str, per_sample: float) -> None:
     """Print the line of an epoch, and past the first one which rank holds up the others.
 
     Args:
         row: of the record.
-        of_ranks: the rows of its devices.
+        rank_rows: the rows of its devices.
         epochs: the number planned.
         unit, per_sample: of the printed speed, and how many of it a sample has.
     """
@@ -56,7 +56,7 @@ def print_epoch(row: Row, of_ranks: list[Row], epochs: int, unit: str, per_sampl
     if tested:
         text += f" | test {', '.join(tested)}, {row['eval_seconds']:.1f} s"
     print_line(text)
-    slow = "" if row["warmup"] else slow_rank(of_ranks)
+    slow = "" if row["warmup"] else slow_rank(rank_rows)
     if slow:
         print_line(f"{slow}.")
 
@@ -68,9 +68,9 @@ def print_end(record: RecordWriter, epochs: int, ended: str = "") -> None:
     elif record.facts["resumed_from"] and not record.rows:
         print_line(f"all {epochs} epochs were done before: nothing left to do (more: --epochs)")
     if record.rows:
-        of_ranks = record.of_the_last_epoch
-        if len(of_ranks) > 1:
-            peaks = [str(round(row["peak_memory_mb"])) for row in of_ranks]
+        rank_rows = record.of_the_last_epoch
+        if len(rank_rows) > 1:
+            peaks = [str(round(row["peak_memory_mb"])) for row in rank_rows]
             print_line(f"peak memory of each device, MB: {', '.join(peaks)}")
         print_line(f"results: {record.path}")
     elif record.facts["resumed_from"]:

@@ -153,20 +153,20 @@ class Recorder:
                 f"epoch {self._epoch} has a value that makes no sense ({first_line(error)}): give one for "
                 "each name."
             ) from None
-        of_ranks = process_group.gather(numbers)
-        if any(of_rank.keys() != numbers.keys() for of_rank in of_ranks):
+        numbers_by_rank = process_group.gather(numbers)
+        if any(rank_numbers.keys() != numbers.keys() for rank_numbers in numbers_by_rank):
             raise UserError(
                 f"the ranks give epoch {self._epoch} different metrics: give the same names on all."
             )
         if self._drift:
             self._drift.check()
             self._drift = None
-        of_devices = run_facts.rows_of_ranks(
+        rank_rows = run_facts.rows_of_ranks(
             self._epoch, self._device, own_seconds=math.nan, data_seconds=math.nan
         )
-        means = {name: _mean(of_ranks, name) for name in numbers}
-        trained = sum(of_rank["samples"] for of_rank in of_ranks)
-        slowest = max(of_rank["seconds"] for of_rank in of_ranks)
+        means = {name: _mean(numbers_by_rank, name) for name in numbers}
+        trained = sum(rank_numbers["samples"] for rank_numbers in numbers_by_rank)
+        slowest = max(rank_numbers["seconds"] for rank_numbers in numbers_by_rank)
         row = {
             "epoch": self._epoch,
             "steps": max(1, trained // self._batch_size),
@@ -174,25 +174,25 @@ class Recorder:
             "train_seconds": slowest,
             "images_per_s": trained / (slowest or math.nan),
             "train_loss": means["loss"],
-            "test_images": sum(of_rank["test_samples"] for of_rank in of_ranks),
-            "eval_seconds": max(of_rank["test_seconds"] for of_rank in of_ranks),
+            "test_images": sum(rank_numbers["test_samples"] for rank_numbers in numbers_by_rank),
+            "eval_seconds": max(rank_numbers["test_seconds"] for rank_numbers in numbers_by_rank),
             "test_loss": means["test_loss"],
             "test_accuracy": means["accuracy"],
             "learning_rate": float(self._optimizer.param_groups[0].get("lr") or 0),
-            "peak_memory_mb": max(of_device["peak_memory_mb"] for of_device in of_devices),
+            "peak_memory_mb": max(of_device["peak_memory_mb"] for of_device in rank_rows),
         }
-        of_epoch = [
+        epoch_metrics = [
             {"epoch": self._epoch, "metric": name, "of": "epoch", "value": means[name]}
             for name in metrics
             if name not in NO_TEST
         ]
-        process_group.on_rank_0(lambda: self._write_row(row, of_devices, of_epoch))
+        process_group.on_rank_0(lambda: self._write_row(row, rank_rows, epoch_metrics))
         self._epoch += 1
         reset_peak_memory()
 
-    def _write_row(self, row: Row, of_devices: list[Row], metrics: list[Row]) -> None:
-        row = self._record.add(row, of_devices, metrics)
-        printing.print_epoch(row, of_devices, self._epochs, self._unit, self._per_sample)
+    def _write_row(self, row: Row, rank_rows: list[Row], metrics: list[Row]) -> None:
+        row = self._record.add(row, rank_rows, metrics)
+        printing.print_epoch(row, rank_rows, self._epochs, self._unit, self._per_sample)
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a checkpoint has to keep to continue the record; rank 0's counts."""
@@ -246,12 +246,16 @@ def _checked(numbers: dict[str, float]) -> dict[str, float]:
     return checked
 
 
-def _mean(of_ranks: list[dict[str, float]], name: str) -> float:
+def _mean(numbers_by_rank: list[dict[str, float]], name: str) -> float:
     """Return the mean over the samples of all ranks, or over the ranks if their samples are unknown."""
     samples = "test_samples" if name in ("test_loss", "accuracy") else "samples"
-    weights = [of_rank[samples] for of_rank in of_ranks]
+    weights = [rank_numbers[samples] for rank_numbers in numbers_by_rank]
     if not any(weights):
-        weights = [1] * len(of_ranks)
+        weights = [1] * len(numbers_by_rank)
     # The value of a rank without samples may be NaN.
-    weighted = [of_rank[name] * weight for of_rank, weight in zip(of_ranks, weights, strict=True) if weight]
+    weighted = [
+        rank_numbers[name] * weight
+        for rank_numbers, weight in zip(numbers_by_rank, weights, strict=True)
+        if weight
+    ]
     return sum(weighted) / sum(weights)

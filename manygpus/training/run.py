@@ -39,7 +39,7 @@ from manygpus.training import clock, printing, run_facts
 from manygpus.training.compute_time import ComputeTime
 from manygpus.training.drift import Drift
 from manygpus.training.early_stopping import EarlyStopping
-from manygpus.training.evaluation import NOT_TESTED, Metric, PartialEpoch, Tested, Trained
+from manygpus.training.evaluation import NOT_EVALUATED, EvalResult, Metric, PartialEpoch, TrainResult
 from manygpus.training.step_metrics import StepMetrics, check_finite
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Run:
     # A network that is split over the ranks, for the checkpoints and the weights at the end.
     sharded: "Sharded | None" = None
     # The epoch whose steps are done, until the next one begins.
-    trained: Trained | None = field(default=None, init=False)
+    trained: TrainResult | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         device = self.dist_env.device
@@ -278,10 +278,10 @@ class Run:
         """List the networks of which every rank should have the same weights."""
         if self.sharded:
             return []
-        of_each_rank = [unwrapped(part) for part in self.per_rank_state.values()]
+        rank_networks = [unwrapped(part) for part in self.per_rank_state.values()]
         networks = [part for part in (self.model, *self.extra_state.values()) if isinstance(part, nn.Module)]
         return [
-            network for network in networks if not any(unwrapped(network) is part for part in of_each_rank)
+            network for network in networks if not any(unwrapped(network) is part for part in rank_networks)
         ]
 
     # --- the loop -----------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ class Run:
         losses = means.pop("loss")
         check_finite(losses, epoch)
         steps = len(losses)
-        self.trained = Trained(
+        self.trained = TrainResult(
             steps=steps,
             seconds=seconds,
             loss=losses.mean().item(),
@@ -460,7 +460,11 @@ class Run:
         return noise.chunk(self.dist_env.world_size)[self.dist_env.rank].to(self.dist_env.device)
 
     def end_of_epoch(
-        self, epoch: int, tested: Tested = NOT_TESTED, metrics: Iterable[Metric] = (), best_epoch: int = 0
+        self,
+        epoch: int,
+        tested: EvalResult = NOT_EVALUATED,
+        metrics: Iterable[Metric] = (),
+        best_epoch: int = 0,
     ) -> None:
         """Write the row of `epoch`, then a checkpoint.
 
@@ -478,17 +482,17 @@ class Run:
         if self._drift:
             self._drift.check()
             self._drift = None
-        if tested is NOT_TESTED and (self.options.stop_at or self.options.patience):
+        if tested is NOT_EVALUATED and (self.options.stop_at or self.options.patience):
             raise UserError(
                 "--stop-at and --patience go by a test, and this training has none: leave them out."
             )
         # From the mean of a step, as an interrupted epoch has steps of an earlier process. Unknown if
         # a network is split: its ranks also wait for each other in the middle of a step.
         own_seconds = math.nan if self.sharded else self._compute_time.per_step() * self.trained.steps
-        of_ranks = run_facts.rows_of_ranks(epoch, self.dist_env.device, own_seconds, self._data_seconds)
+        rank_rows = run_facts.rows_of_ranks(epoch, self.dist_env.device, own_seconds, self._data_seconds)
         metrics = [*self._metrics_of_steps, *metrics]
         self._early_stopping.note(epoch, tested.loss, accuracy=tested.accuracy, best_epoch=best_epoch)
-        process_group.on_rank_0(lambda: self._write_row(epoch, tested, of_ranks, metrics, best_epoch))
+        process_group.on_rank_0(lambda: self._write_row(epoch, tested, rank_rows, metrics, best_epoch))
         self.trained = None
         self._next_epoch = epoch + 1
         stop, self._ended_early = self._agreement.ask(self._was_asked_to_stop(), self._should_end_early())
@@ -497,7 +501,7 @@ class Run:
             self._stop()
 
     def _write_row(
-        self, epoch: int, tested: Tested, of_ranks: list[Row], metrics: list[Metric], best_epoch: int
+        self, epoch: int, tested: EvalResult, rank_rows: list[Row], metrics: list[Metric], best_epoch: int
     ) -> None:
         """Write what an epoch has shown to the record, and print its line; on rank 0."""
         images = self.trained.steps * self.options.batch_size
@@ -515,10 +519,10 @@ class Run:
             "test_accuracy": tested.accuracy,
             "best_epoch": best_epoch,
             "learning_rate": self.trained.learning_rate,
-            "peak_memory_mb": max(row["peak_memory_mb"] for row in of_ranks),
+            "peak_memory_mb": max(row["peak_memory_mb"] for row in rank_rows),
         }
-        row = self._record.add(row, of_ranks, [{"epoch": epoch} | metric._asdict() for metric in metrics])
-        printing.print_epoch(row, of_ranks, self.options.epochs, self.unit, self.per_sample)
+        row = self._record.add(row, rank_rows, [{"epoch": epoch} | metric._asdict() for metric in metrics])
+        printing.print_epoch(row, rank_rows, self.options.epochs, self.unit, self.per_sample)
 
     def finish(self) -> None:
         """Save the weights if asked to, and say where everything is."""

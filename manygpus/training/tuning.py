@@ -82,14 +82,14 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
 
 
-def limit_threads(of_all_ranks: Sequence[Cores]) -> None:
+def limit_threads(cores_by_rank: Sequence[Cores]) -> None:
     """Limit this rank's threads to its share of its cores, given the cores of every rank.
 
     The CPUs that Slurm gives a rank may be shared: on the practice cluster all nodes are one machine.
     """
     own = own_cores()
     ranks_on_core = Counter()
-    for rank in of_all_ranks:
+    for rank in cores_by_rank:
         if rank.host == own.host:
             ranks_on_core.update(rank.cores)
     share = sum(1 / ranks_on_core[core] for core in own.cores)

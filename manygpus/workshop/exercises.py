@@ -161,9 +161,9 @@ class Exercise:
         lines = []
         for name, text in self.solution.items():
             exists = (self.workspace.folder / name).exists()
-            of_learner = self.workspace.text(name) if exists else ""
+            learner_text = self.workspace.text(name) if exists else ""
             lines += difflib.unified_diff(
-                of_learner.splitlines(),
+                learner_text.splitlines(),
                 text.splitlines(),
                 fromfile=f"mine/{name}",
                 tofile=f"solution/{name}",

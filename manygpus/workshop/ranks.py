@@ -110,9 +110,9 @@ def _rank(function: Callable, rank: int, size: int, store: Path | None, sender: 
 def _in_words(rank: int, error: Exception) -> str:
     """Say where a rank failed: in the learner's program, if that was running."""
     frames = traceback.extract_tb(error.__traceback__)
-    of_learner = [frame for frame in frames if Path(frame.filename).parent.name == "mine"]
-    if of_learner:
-        line = f"in line {of_learner[-1].lineno} of {Path(of_learner[-1].filename).name}"
+    learner_frames = [frame for frame in frames if Path(frame.filename).parent.name == "mine"]
+    if learner_frames:
+        line = f"in line {learner_frames[-1].lineno} of {Path(learner_frames[-1].filename).name}"
     else:
         line = f"in line {frames[-1].lineno}"
     if re.search("[Tt]imed? ?out|[Cc]onnection (closed|reset)|[Bb]roken pipe", str(error)):

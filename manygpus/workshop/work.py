@@ -92,11 +92,11 @@ class Workspace:
                 chosen &= table[name] == value
             if chosen.any():
                 return table[chosen]
-        of_these = f" of {_in_words(equal)}" if equal else ""
+        equal_in_words = f" of {_in_words(equal)}" if equal else ""
         unreadable = [f"\n- {sentence} Remove it." for sentence in skipped]
         raise Wrong(
-            f"mine/runs has no run{of_these} with two epochs or more. Run the commands of the README, or use "
-            f"our runs with `recorded`.{''.join(unreadable)}"
+            f"mine/runs has no run{equal_in_words} with two epochs or more. Run the commands of the README, or "
+            f"use our runs with `recorded`.{''.join(unreadable)}"
         )
 
     def row(self, target: float | None = None, **equal: object) -> "pd.Series":
@@ -201,10 +201,10 @@ def explain(error: BaseException, workspace: Workspace) -> BaseException:
     lines = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         lines.append((Path(error.filename), error.lineno))
-    of_learner = [(path.name, line) for path, line in lines if path.parent == workspace.folder]
+    learner_lines = [(path.name, line) for path, line in lines if path.parent == workspace.folder]
     sentence = f"{type(error).__name__}: {getattr(error, 'msg', error)}".rstrip(": ")
-    if of_learner:
-        name, line = of_learner[-1]
+    if learner_lines:
+        name, line = learner_lines[-1]
         return Wrong(f"mine/{name} stops in line {line} with {sentence}.")
     if isinstance(error, OSError):
         return error

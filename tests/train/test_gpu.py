@@ -33,7 +33,7 @@ from conftest import (
     succeeded,
 )
 from monitoring import NO_RANK, notes_so_far, rows_so_far, running_monitor
-from test_slow_ranks import of_ranks
+from test_slow_ranks import rank_table
 
 from manygpus.monitor import samples
 
@@ -244,7 +244,7 @@ def test_ddp_by_nccl(processes: int, tmp_path: Path) -> None:
     assert (row["devices"], row["world_size"]) == (processes, processes)
     assert row["cuda_version"]
     assert row["test_accuracy"] > 85
-    last = of_ranks(tmp_path).query("epoch == 2")
+    last = rank_table(tmp_path).query("epoch == 2")
     assert len(last) == processes and last.peak_memory_mb.max() == row["peak_memory_mb"]
     assert last.own_seconds.between(0, row["train_seconds"], inclusive="right").all()
 
@@ -305,7 +305,7 @@ def test_data_parallel_uses_every_gpu(recipe: str, tmp_path: Path) -> None:
     row = train("dp", tmp_path, *SHORT, "--recipe", recipe)[-1]
     assert (row["devices"], row["world_size"]) == (GPUS, 1)
     assert row["test_accuracy"] > 85
-    last = of_ranks(tmp_path).query("epoch == 2")
+    last = rank_table(tmp_path).query("epoch == 2")
     assert list(last.device) == [f"cuda:{index}" for index in range(GPUS)]
     assert last.peak_memory_mb.idxmax() == last.index[0]  # the data, the outputs and the optimizer's state
 

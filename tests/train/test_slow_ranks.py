@@ -22,7 +22,7 @@ SMALL = ("--train-size", 240, "--test-size", 100, "--batch-size", 60, "--precisi
 SMALL += ("--width", 4)
 
 
-def of_ranks(results: Path) -> pd.DataFrame:
+def rank_table(results: Path) -> pd.DataFrame:
     """Return the ranks' files of the starts in `results`, as a user reads them, by epoch."""
     tables = [pd.read_csv(path, sep="\t") for path in (results / "runs").glob("*.ranks.tsv")]
     return pd.concat(tables, ignore_index=True).sort_values("epoch", kind="stable", ignore_index=True)
@@ -39,7 +39,7 @@ def slow(script: Script, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixture) -> None:
     results, told = slow
-    table = of_ranks(results)
+    table = rank_table(results)
     assert list(zip(table.epoch, table["rank"], strict=True)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     # Both wait for the slower one in every step, so only without the waiting do their times differ.
     for (_, of_epoch), row in zip(table.groupby("epoch"), rows_of(results), strict=True):
@@ -71,13 +71,13 @@ def test_how_long_a_rank_waits_for_its_batches(tmp_path: Path, script: Script, c
         """,
     )
     succeeded(script(checkout.script("single"), *SMALL, "--results-dir", tmp_path))
-    for seconds, row in zip(of_ranks(tmp_path).data_seconds, rows_of(tmp_path), strict=True):
+    for seconds, row in zip(rank_table(tmp_path).data_seconds, rows_of(tmp_path), strict=True):
         assert 0.4 <= seconds < row["train_seconds"]
 
 
 def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
     results, told = slow
-    least, most = sorted(of_ranks(results).peak_memory_mb.iloc[-2:])
+    least, most = sorted(rank_table(results).peak_memory_mb.iloc[-2:])
     assert 100 < least <= most == rows_of(results)[-1]["peak_memory_mb"]
     (line,) = re.findall(r"peak memory of each device, MB: (\d+), (\d+)", told)
     # The file has six digits of what was rounded for the log.
@@ -91,7 +91,7 @@ def test_of_each_gpu_of_a_process(tmp_path: Path, script: Script, checkout: Chec
     memory = "facts.peak_memory_mb = lambda device: [900, 500, 400][device.index]"
     checkout.plant("dp", f"from manygpus.training import run_facts as facts; {gpus}; {names}; {memory}")
     done = succeeded(script(checkout.script("dp"), *SMALL, "--results-dir", tmp_path))
-    assert list(of_ranks(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
+    assert list(rank_table(tmp_path).device) == ["cuda:0", "cuda:1", "cuda:2"] * 2
     assert rows_of(tmp_path)[-1]["peak_memory_mb"] == 900
     assert "peak memory of each device, MB: 900, 500, 400" in done.stdout
 
@@ -172,7 +172,7 @@ def test_who_is_slow(own_seconds: list[tuple[float, ...]], found: str) -> None:
 def test_it_resumes_with_the_run(tmp_path: Path, script: Script) -> None:
     for epochs in (1, 2):
         succeeded(script("single", *SMALL, *places(tmp_path), "--epochs", epochs))
-    table = of_ranks(tmp_path)
+    table = rank_table(tmp_path)
     assert list(table.epoch) == [1, 2]
     for row, own_seconds in zip(rows_of(tmp_path), table.own_seconds, strict=True):
         assert 0 < own_seconds <= row["train_seconds"]

@@ -15,7 +15,7 @@ from manygpus import job_folder
 from manygpus.jobs import slurm
 from manygpus.jobs.inside import outcome_rules as of_a_job
 from manygpus.jobs.inside.failure_reason import Evidence
-from manygpus.jobs.inside.outcome_rules import Ending, SlurmFacts
+from manygpus.jobs.inside.outcome_rules import JobEnd, SlurmFacts
 from manygpus.monitor import samples
 
 RECORDED = Path(__file__).parent / "scontrol"
@@ -36,7 +36,7 @@ def facts(release: str, situation: str) -> SlurmFacts:
 
 
 def end(
-    folder: Path, facts: SlurmFacts, ending: Ending, printed: tuple[str, ...] = (), launcher: str = "srun"
+    folder: Path, facts: SlurmFacts, ending: JobEnd, printed: tuple[str, ...] = (), launcher: str = "srun"
 ) -> job_folder.Outcome:
     return of_a_job.end(facts, folder, ending, Evidence(folder, {0: list(printed)}, launcher))
 
@@ -58,20 +58,20 @@ def test_a_users_words_are_not_slurms() -> None:
 @pytest.mark.parametrize(
     ("situation", "ending", "goes_back"),
     [
-        ("ended_well", Ending(0), True),  # after USR2, in time
-        ("time_limit", Ending(143, from_outside=True), True),
-        ("scancel", Ending(143, from_outside=True), False),
-        ("node_failed", Ending(143, from_outside=True), False),  # Slurm itself brings it back
-        ("preempted", Ending(143, seconds=3), True),
-        ("rank_failed", Ending(1, seconds=3), False),
-        ("rank_failed", Ending(1, seconds=of_a_job.SOON_SECONDS), True),
-        ("ended_well", Ending(0, restart=2, most_restarts=3), True),
-        ("ended_well", Ending(0, restart=3, most_restarts=3), False),
-        ("time_limit", Ending(143, from_outside=True, restart=3, most_restarts=3), False),
+        ("ended_well", JobEnd(0), True),  # after USR2, in time
+        ("time_limit", JobEnd(143, from_outside=True), True),
+        ("scancel", JobEnd(143, from_outside=True), False),
+        ("node_failed", JobEnd(143, from_outside=True), False),  # Slurm itself brings it back
+        ("preempted", JobEnd(143, seconds=3), True),
+        ("rank_failed", JobEnd(1, seconds=3), False),
+        ("rank_failed", JobEnd(1, seconds=of_a_job.SOON_SECONDS), True),
+        ("ended_well", JobEnd(0, restart=2, most_restarts=3), True),
+        ("ended_well", JobEnd(0, restart=3, most_restarts=3), False),
+        ("time_limit", JobEnd(143, from_outside=True, restart=3, most_restarts=3), False),
     ],
 )
 def test_which_jobs_that_have_saved_go_back(
-    release: str, situation: str, ending: Ending, goes_back: bool, tmp_path: Path
+    release: str, situation: str, ending: JobEnd, goes_back: bool, tmp_path: Path
 ) -> None:
     (tmp_path / job_folder.STOPPED).touch()
     assert of_a_job.may_go_back(facts(release, situation), tmp_path, ending) == goes_back
@@ -80,16 +80,16 @@ def test_which_jobs_that_have_saved_go_back(
 @pytest.mark.parametrize(
     ("situation", "ending", "goes_back"),
     [
-        ("time_limit", Ending(143, from_outside=True), True),
-        ("preempted", Ending(143, seconds=3), True),
-        ("scancel", Ending(143, from_outside=True), False),
-        ("rank_failed", Ending(1, seconds=of_a_job.SOON_SECONDS), False),
-        ("ended_well", Ending(0), False),
-        ("preempted", Ending(143, restart=3, most_restarts=3), False),
+        ("time_limit", JobEnd(143, from_outside=True), True),
+        ("preempted", JobEnd(143, seconds=3), True),
+        ("scancel", JobEnd(143, from_outside=True), False),
+        ("rank_failed", JobEnd(1, seconds=of_a_job.SOON_SECONDS), False),
+        ("ended_well", JobEnd(0), False),
+        ("preempted", JobEnd(143, restart=3, most_restarts=3), False),
     ],
 )
 def test_which_jobs_that_resume_by_their_arguments_go_back(
-    release: str, situation: str, ending: Ending, goes_back: bool, tmp_path: Path
+    release: str, situation: str, ending: JobEnd, goes_back: bool, tmp_path: Path
 ) -> None:
     """Only those that Slurm has ended. What their ranks died of is no reason of their own."""
     resumes = replace(ending, resumes_unsaved=True)
@@ -108,7 +108,7 @@ def test_which_jobs_that_resume_by_their_arguments_go_back(
 def test_where_the_checkpoints_are_of_a_job_that_does_not_come_back(
     release: str, situation: str, from_outside: bool, tmp_path: Path
 ) -> None:
-    how, ending = facts(release, situation), Ending(143, from_outside=from_outside)
+    how, ending = facts(release, situation), JobEnd(143, from_outside=from_outside)
     saved = tmp_path / job_folder.CHECKPOINTS
     saved.mkdir()
     (saved / ".lock").touch()
@@ -125,14 +125,14 @@ def test_where_the_checkpoints_are_of_a_job_that_does_not_come_back(
 
 
 def test_ended_well(release: str, tmp_path: Path) -> None:
-    outcome = end(tmp_path, facts(release, "ended_well"), Ending(0, seconds=5))
+    outcome = end(tmp_path, facts(release, "ended_well"), JobEnd(0, seconds=5))
     assert outcome.well and (outcome.exit_code, outcome.why, outcome.said) == (0, [], [])
 
 
 def test_a_rank_was_killed(release: str, tmp_path: Path) -> None:
     """srun reports 143, of the ranks that it had to end: the job's code is that of the first."""
     (tmp_path / "rank-1.started").write_text("n1\n")
-    outcome = end(tmp_path, facts(release, "rank_failed"), Ending(143), (KILLED,))
+    outcome = end(tmp_path, facts(release, "rank_failed"), JobEnd(143), (KILLED,))
     assert (outcome.exit_code, outcome.failed_rank) == (137, 1)
     assert outcome.why[0].startswith("rank 1 on n1 was killed")
     assert outcome.said == [f"why     {outcome.why[0]}"]
@@ -141,14 +141,14 @@ def test_a_rank_was_killed(release: str, tmp_path: Path) -> None:
 def test_a_plain_script_left_with_a_code(release: str, tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     printed = ("srun: error: n1: task 1: Exited with exit code 7",)
-    outcome = end(tmp_path, facts(release, "rank_failed"), Ending(7), printed)
+    outcome = end(tmp_path, facts(release, "rank_failed"), JobEnd(7), printed)
     assert (outcome.exit_code, outcome.failed_rank) == (7, 1) and "exit code 7" in outcome.why[0]
 
 
 @pytest.mark.parametrize("situation", ["time_limit", "scancel"])
 def test_ended_from_outside(release: str, situation: str, tmp_path: Path) -> None:
     """What the ranks died of is no reason then. One that has saved says how to resume."""
-    ending = Ending(143, from_outside=True)
+    ending = JobEnd(143, from_outside=True)
     outcome = end(tmp_path, facts(release, situation), ending, (KILLED,))
     assert (outcome.exit_code, outcome.why, outcome.failed_rank) == (143, [], None)
     assert "from outside" in outcome.said[0] and RESUMES not in "".join(outcome.said)
@@ -160,7 +160,7 @@ def test_ended_from_outside(release: str, situation: str, tmp_path: Path) -> Non
 def test_back_in_the_queue(release: str, tmp_path: Path) -> None:
     """It neither failed nor ended well."""
     (tmp_path / "stopped").touch()
-    ending = Ending(143, from_outside=True, restart=2, refusal="")
+    ending = JobEnd(143, from_outside=True, restart=2, refusal="")
     outcome = end(tmp_path, facts(release, "time_limit"), ending)
     assert outcome.requeued and (outcome.why, outcome.said) == ([], [])
     assert outcome.restart == 2 and not outcome.well
@@ -170,7 +170,7 @@ def test_back_in_the_queue(release: str, tmp_path: Path) -> None:
 def test_slurm_refuses_the_way_back(release: str, tmp_path: Path) -> None:
     """The job must not count as COMPLETED, since its training has not ended."""
     (tmp_path / "stopped").touch()
-    ending = Ending(0, refusal="Requested operation is presently disabled for job 4")
+    ending = JobEnd(0, refusal="Requested operation is presently disabled for job 4")
     outcome = end(tmp_path, facts(release, "ended_well"), ending)
     assert outcome.exit_code == 1 and not outcome.requeued
     assert "presently disabled" in outcome.why[0]
@@ -184,42 +184,42 @@ def test_slurm_refuses_the_way_back(release: str, tmp_path: Path) -> None:
 def test_it_has_come_back_too_often(release: str, tmp_path: Path) -> None:
     """Nor must this one count as COMPLETED."""
     (tmp_path / "stopped").write_text("/somewhere\n")
-    outcome = end(tmp_path, facts(release, "requeued"), Ending(0, restart=3, most_restarts=3))
+    outcome = end(tmp_path, facts(release, "requeued"), JobEnd(0, restart=3, most_restarts=3))
     assert outcome.exit_code == 1 and not outcome.requeued
     assert "SITE_MOST_RESTARTS" in outcome.why[0] and f"{RESUMES} /somewhere" in outcome.why[0]
-    late = Ending(1, seconds=of_a_job.SOON_SECONDS, restart=3, most_restarts=3)
+    late = JobEnd(1, seconds=of_a_job.SOON_SECONDS, restart=3, most_restarts=3)
     outcome = end(tmp_path, facts(release, "rank_failed"), late, (KILLED,))
     assert outcome.why[0].startswith("rank 1") and "SITE_MOST_RESTARTS" in outcome.said[-1]
-    ending = Ending(143, from_outside=True, restart=3, most_restarts=3)
+    ending = JobEnd(143, from_outside=True, restart=3, most_restarts=3)
     outcome = end(tmp_path, facts(release, "time_limit"), ending)
     assert outcome.exit_code == 143 and "SITE_MOST_RESTARTS" in outcome.why[0]
     # Its user, or Slurm, has decided otherwise.
     ending = replace(ending, code=143, from_outside=True)
     assert not end(tmp_path, facts(release, "scancel"), ending).why
-    outcome = end(tmp_path, facts(release, "preempted"), Ending(0, restart=3, most_restarts=3))
+    outcome = end(tmp_path, facts(release, "preempted"), JobEnd(0, restart=3, most_restarts=3))
     assert outcome.exit_code == 1 and "higher priority" in outcome.why[0]
 
 
 def test_preempted_before_it_has_saved(release: str, tmp_path: Path) -> None:
     preempted = facts(release, "preempted")
-    outcome = end(tmp_path, preempted, Ending(143), (KILLED,))
+    outcome = end(tmp_path, preempted, JobEnd(143), (KILLED,))
     assert "higher priority" in outcome.why[0] and outcome.exit_code == 143
     # A rank that had a reason of its own.
     (tmp_path / "rank-0.failed").write_text("error on rank 0: x\n")
     (tmp_path / "first-failed").symlink_to("rank-0.failed")
-    assert end(tmp_path, preempted, Ending(1)).why == ["error on rank 0: x"]
+    assert end(tmp_path, preempted, JobEnd(1)).why == ["error on rank 0: x"]
 
 
 def test_a_rank_failed_soon_and_the_others_saved(release: str, tmp_path: Path) -> None:
     (tmp_path / "stopped").write_text("/somewhere\n")
-    outcome = end(tmp_path, facts(release, "rank_failed"), Ending(1, seconds=3), (KILLED,))
+    outcome = end(tmp_path, facts(release, "rank_failed"), JobEnd(1, seconds=3), (KILLED,))
     first, last = outcome.said
     assert first.startswith("why     rank 1") and "soon after its start" in last
 
 
 def test_a_node_failed(release: str, tmp_path: Path) -> None:
     """And srun returned 0."""
-    outcome = end(tmp_path, facts(release, "node_failed"), Ending(0), (NODE_FAILED,))
+    outcome = end(tmp_path, facts(release, "node_failed"), JobEnd(0), (NODE_FAILED,))
     assert outcome.exit_code == 1 and "from outside" in outcome.said[0]
 
 
@@ -271,7 +271,7 @@ def test_at_its_time_limit_a_job_comes_back_if_it_has_something_to_resume_from(
 def test_the_job_script_itself_has_failed(release: str, tmp_path: Path) -> None:
     """Its log has the sentence already. What ranks have left is of an earlier start, if it has not begun."""
     (tmp_path / "rank-1.started").write_text("n1\n")
-    failed = Ending(1, begun=False, failure="there is no script x.py: correct its name")
+    failed = JobEnd(1, begun=False, failure="there is no script x.py: correct its name")
     outcome = end(tmp_path, facts(release, "requeued"), failed, (KILLED,))
     assert (outcome.why, outcome.said, outcome.failed_rank) == ([failed.failure], [], None)
     (tmp_path / "stopped").write_text("/somewhere\n")
@@ -283,7 +283,7 @@ def test_the_job_script_itself_has_failed(release: str, tmp_path: Path) -> None:
 
 def test_the_outcome_is_kept(tmp_path: Path) -> None:
     assert job_folder.read_outcome(tmp_path) is None
-    outcome = end(tmp_path, SlurmFacts(), Ending(143), (KILLED,))
+    outcome = end(tmp_path, SlurmFacts(), JobEnd(143), (KILLED,))
     job_folder.keep_outcome(tmp_path, outcome)
     assert job_folder.read_outcome(tmp_path) == outcome
     (tmp_path / "outcome.json").write_text('{"exit_code": 0}')
@@ -302,7 +302,7 @@ def find_stalled_ranks(folder: Path, until_the_end: bool) -> None:
 def test_a_job_that_hung_until_its_limit_needs_no_more_time(release: str, tmp_path: Path) -> None:
     """The first failure that a rank tells comes before it; of a job that went on, Slurm's reason stays."""
     find_stalled_ranks(tmp_path, until_the_end=True)
-    ending, at_limit = Ending(143, from_outside=True), facts(release, "time_limit")
+    ending, at_limit = JobEnd(143, from_outside=True), facts(release, "time_limit")
     hung = end(tmp_path, at_limit, ending)
     assert "rank 1 did nothing" in hung.why[0] and any("rank 1 did nothing" in line for line in hung.said)
     # Ranks that outlive SIGTERM leave the job script no time for an outcome.

@@ -17,7 +17,7 @@ from manygpus.errors import UserError
 from manygpus.job_folder import Script
 from manygpus.jobs import slurm
 from manygpus.jobs.inside import start_plan
-from manygpus.jobs.inside.start_plan import Beginning, Plan
+from manygpus.jobs.inside.start_plan import JobStart, Plan
 from manygpus.jobs.user_program import Program
 from manygpus.monitor import samples
 
@@ -38,7 +38,7 @@ VARIABLES = {
     "SITE_PORTS": "10000-29999",
 }
 PROGRAM = Program(Path("/home/me/train.py"))
-JOB = Beginning(
+JOB = JobStart(
     variables=VARIABLES,
     first_node="n1",
     first_node_record="NodeName=n1 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=n1",
@@ -70,12 +70,12 @@ def record(release: str, situation: str) -> str:
     return (RECORDED / release / f"{situation}.txt").read_text()
 
 
-def decide(job: Beginning = JOB, /, **variables: str) -> Plan:
+def decide(job: JobStart = JOB, /, **variables: str) -> Plan:
     job = replace(job, variables={**job.variables, **variables})
     return start_plan.decide(job, NAMES.get, NOW)
 
 
-def refusal(job: Beginning = JOB, /, **variables: str) -> str:
+def refusal(job: JobStart = JOB, /, **variables: str) -> str:
     with pytest.raises(UserError) as refused:
         decide(job, **variables)
     return str(refused.value)
@@ -288,7 +288,7 @@ def test_bash_carries_out_the_plan() -> None:
     assert done.stdout == f"job  x\n\n{value}\nNEW={value}\0{value}1", done.stderr
 
 
-def begin(folder: Path, job: Beginning = JOB, monitored: bool = True) -> str:
+def begin(folder: Path, job: JobStart = JOB, monitored: bool = True) -> str:
     return start_plan.begin(replace(job, folder=folder), NAMES.get, monitored)
 
 

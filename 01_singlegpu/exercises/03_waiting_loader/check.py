@@ -124,14 +124,14 @@ def check(workspace: Workspace) -> str:
 
 def _watched(path: Path) -> Watched:
     rows = records.read(path)
-    of_ranks = records.read_ranks(path)
+    rank_rows = records.read_ranks(path)
     counted = {row["epoch"] for row in rows if not row["warmup"]}
     if not counted:
         raise Wrong(
             f"mine/runs/{path.name} has only the warm-up: run it with two epochs or more, or remove it."
         )
     seconds = sum(row["train_seconds"] for row in rows if row["epoch"] in counted)
-    waited = sum(row["data_seconds"] for row in of_ranks if row["epoch"] in counted)
+    waited = sum(row["data_seconds"] for row in rank_rows if row["epoch"] in counted)
     if math.isnan(waited):
         raise Wrong(f"mine/runs/{path.name} did not record how long it waited: remove it, and run it again.")
     speed = statistics.median(row["images_per_s"] for row in rows if row["epoch"] in counted)

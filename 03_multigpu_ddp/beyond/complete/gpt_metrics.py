@@ -10,7 +10,7 @@ from torch import nn
 
 from manygpus import DistEnv, Metric
 from manygpus.devices import device_name
-from manygpus.training.evaluation import Trained
+from manygpus.training.evaluation import TrainResult
 from manygpus.training.kept_memory import kept_bytes
 
 FLOPS_PER_TFLOPS = 1e12
@@ -29,7 +29,7 @@ def flops_per_token(model: nn.Module) -> int:
 
 
 def of_epoch(
-    trained: Trained, opts: GPTOptions, dist_env: DistEnv, flops: int, optimizer: torch.optim.Optimizer
+    trained: TrainResult, opts: GPTOptions, dist_env: DistEnv, flops: int, optimizer: torch.optim.Optimizer
 ) -> list[Metric]:
     """Return the metrics of an epoch, to be called after its last step.
 

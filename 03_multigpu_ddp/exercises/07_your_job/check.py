@@ -5,7 +5,7 @@ from pathlib import Path
 from manygpus import job_folder
 from manygpus.jobs.site import read_site
 from manygpus.jobs.watch import job_list
-from manygpus.jobs.watch.job_list import Listed
+from manygpus.jobs.watch.job_list import JobRow
 from manygpus.monitor import samples
 from manygpus.workshop.work import Workspace, Wrong
 
@@ -77,11 +77,11 @@ def check(workspace: Workspace) -> str:
     )
 
 
-def _recorded(job: str, folder: Path) -> Listed:
+def _recorded(job: str, folder: Path) -> JobRow:
     return job_list.of_folder(job, folder, job_folder.read_outcome(folder), status=None)
 
 
-def _of_this_checkout(job: str) -> tuple[Listed, Path]:
+def _of_this_checkout(job: str) -> tuple[JobRow, Path]:
     """Return the row of the job in the list of jobs, and the job's folder."""
     site = read_site()
     rows = {row.number: row for row in job_list.jobs(site)}
@@ -106,7 +106,7 @@ def _check_script(job: str, folder: Path) -> job_folder.Script:
     return script
 
 
-def _check_end(row: Listed) -> None:
+def _check_end(row: JobRow) -> None:
     if row.state in ("queued", "running"):
         raise Wrong(f"Job {row.number} is {row.state}: wait for its end. {row.note}")
     if row.state == "stopped":

@@ -98,19 +98,19 @@ def run_on(nodes: int, workspace: Workspace) -> dict[str, object]:
     for path in (workspace.folder / "runs").glob("*.csv"):
         try:
             rows = records.read(path)
-            of_ranks = records.read_ranks(path)
+            rank_rows = records.read_ranks(path)
         except records.RecordError as error:
             raise Wrong(str(error)) from None
         speeds = [row["images_per_s"] for row in rows if not row["warmup"]]
         if (rows[0]["nodes"], rows[0]["world_size"]) == (nodes, 2) and speeds:
-            runs.append((rows[0] | {"speed": statistics.fmean(speeds)}, of_ranks))
+            runs.append((rows[0] | {"speed": statistics.fmean(speeds)}, rank_rows))
     if not runs:
         raise Wrong(
             f"mine/runs has no run on {nodes} node(s) with two ranks and two epochs or more. Run the "
             "commands of the README, or use our runs with `recorded`."
         )
-    row, of_ranks = max(runs, key=lambda run: run[0]["started_at"])
-    places = {(rank["rank"], rank["host"]) for rank in of_ranks}
+    row, rank_rows = max(runs, key=lambda run: run[0]["started_at"])
+    places = {(rank["rank"], rank["host"]) for rank in rank_rows}
     if len({host for _, host in places}) != nodes:
         raise Wrong(
             f"The ranks of the run on {nodes} node(s) were on "

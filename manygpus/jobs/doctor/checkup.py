@@ -69,7 +69,7 @@ def main() -> None:
         # What a rank imports.
         from manygpus.jobs.doctor import checkup_torch
 
-        return checkup_torch.software(of_the_kit=not options.only_torch)
+        return checkup_torch.software(trains_with_kit=not options.only_torch)
 
     if not _step("software", software):
         _end()

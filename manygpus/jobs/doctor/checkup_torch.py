@@ -44,10 +44,10 @@ SLOW_NETWORK_GB_S = 0.1
 LEAST_FREE_MEMORY = 0.8
 
 
-def software(of_the_kit: bool) -> Iterator[Finding]:
-    """Report the versions that this rank has imported; `of_the_kit`: also all that our trainings import."""
+def software(trains_with_kit: bool) -> Iterator[Finding]:
+    """Report the versions that this rank has imported; with `trains_with_kit` also all that our trainings do."""
     message = f"torch {torch.__version__}"
-    if of_the_kit:
+    if trains_with_kit:
         from manygpus.training import run  # noqa: F401  as a rank imports it
         from manygpus.training.run_facts import git_commit
 

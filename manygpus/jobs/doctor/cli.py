@@ -69,10 +69,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     findings: list[Finding] = []
     rows: list[dict] = []
-    for of_a_check in _examine(options, rows):
-        findings += of_a_check
+    for check_findings in _examine(options, rows):
+        findings += check_findings
         if not options.json:
-            _print_findings(of_a_check)
+            _print_findings(check_findings)
     count = {level: sum(finding.level == level for finding in findings) for level in LABELS}
     if options.json:
         document = {"findings": [finding._asdict() for finding in findings], "all_reduce": rows}
@@ -180,10 +180,10 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
             findings = _check_submission(options, site)
             blocked = has_fault(findings)
             yield findings
-        of_environment = login_node.check_environment(
+        environment_findings = login_node.check_environment(
             site, in_job_too=options.job, with_data=not options.plain
         )
-        yield of_environment
+        yield environment_findings
         if options.program:
             checked = login_node.check_program(options.program, options.program_arguments)
             options.checkup = [checked.python, "--only-torch"]
@@ -195,11 +195,11 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
     if options.job and blocked:
         yield [Finding("job", FAULT, "not started, because it could not work", "fix the faults above first")]
     elif options.job:
-        of_job = _check_job(options, site, rows)
-        if any(finding.check == "data" and finding.level == OK for finding in of_environment):
+        job_findings = _check_job(options, site, rows)
+        if any(finding.check == "data" and finding.level == OK for finding in environment_findings):
             # To get the data once more would change nothing.
-            of_job = [_with_shared_data(finding) for finding in of_job]
-        yield of_job
+            job_findings = [_with_shared_data(finding) for finding in job_findings]
+        yield job_findings
 
 
 def _with_shared_data(finding: Finding) -> Finding:

@@ -121,7 +121,7 @@ def _most_gpus() -> int:
 
 
 @dataclass(frozen=True)
-class Checked:
+class ScriptCheck:
     """What was seen of a script that does not use the kit, and of its environment.
 
     Attributes:
@@ -132,7 +132,7 @@ class Checked:
     python: str
 
 
-def check_program(program: Program, arguments: Sequence[str]) -> Checked:
+def check_program(program: Program, arguments: Sequence[str]) -> ScriptCheck:
     """Check that what a script imports is in its environment, and that PyTorch is there for the GPUs.
 
     Args:
@@ -151,10 +151,10 @@ def check_program(program: Program, arguments: Sequence[str]) -> Checked:
     facts = next((message["script"] for message in read_messages(done.stdout) if "script" in message), None)
     if facts is None:
         if "srun's container" in done.stdout:
-            return Checked([_only_in_srun()], python)
+            return ScriptCheck([_only_in_srun()], python)
         problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
         message = f"{python} could not import what {program.label} imports: {problem}"
-        return Checked(
+        return ScriptCheck(
             [Finding("script", FAULT, message, "try these imports by hand, with that Python")], python
         )
     findings = _of_environment(facts, program)
@@ -167,7 +167,7 @@ def check_program(program: Program, arguments: Sequence[str]) -> Checked:
         message = f"{facts['python']} {lacks}, so the doctor's job tests ranks with the job's Python"
         findings.append(Finding("environment", WARNING, message))
         python = "python"
-    return Checked(findings, python)
+    return ScriptCheck(findings, python)
 
 
 def _what_ranks_lack(facts: dict) -> str:

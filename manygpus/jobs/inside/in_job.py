@@ -25,8 +25,8 @@ from manygpus.errors import UserError, print_line
 from manygpus.job_folder import Script
 from manygpus.jobs import job_log, slurm
 from manygpus.jobs.inside import failure_reason, outcome_rules, start_plan
-from manygpus.jobs.inside.outcome_rules import Ending, SlurmFacts
-from manygpus.jobs.inside.start_plan import Beginning
+from manygpus.jobs.inside.outcome_rules import JobEnd, SlurmFacts
+from manygpus.jobs.inside.start_plan import JobStart
 from manygpus.jobs.user_program import newest, parse
 
 SCRIPT_FOLLOWS = "# in_job script"
@@ -106,7 +106,7 @@ def _plan(told: Input) -> str:
         for name, value in told.variables.items()
         if name.startswith(("SLURM_", "SRUN_")) and name not in exported
     }
-    job = Beginning(
+    job = JobStart(
         record=told["facts"],
         variables={name: value for name, value in told.variables.items() if name not in set_aside},
         set_aside=set_aside,
@@ -160,13 +160,13 @@ def _resolve(name: str) -> str | None:
         return None
 
 
-def _ending(told: Input, facts: SlurmFacts) -> Ending:
+def _ending(told: Input, facts: SlurmFacts) -> JobEnd:
     restart = int(told["restart"])
     if not told["begun"] and facts.restarts is not None:  # the shell may have another job's number so far
         restart = facts.restarts
     script = job_folder.read_script(told.folder)
     words = script.when_requeued if script else None
-    return Ending(
+    return JobEnd(
         code=int(told["code"]),
         from_outside=bool(told["from_outside"]),
         seconds=int(told["seconds"]),

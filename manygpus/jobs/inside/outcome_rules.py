@@ -44,7 +44,7 @@ class SlurmFacts:
 
 
 @dataclass(frozen=True)
-class Ending:
+class JobEnd:
     """What the job script itself knows at its end.
 
     Attributes:
@@ -85,12 +85,12 @@ class Ending:
         return self.restart >= self.most_restarts
 
 
-def may_go_back(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
+def may_go_back(facts: SlurmFacts, folder: Path, ending: JobEnd) -> bool:
     """Return whether a job with this folder may go back to the queue."""
     return not ending.was_the_last and _has_reason_to_go_back(facts, folder, ending)
 
 
-def _has_reason_to_go_back(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
+def _has_reason_to_go_back(facts: SlurmFacts, folder: Path, ending: JobEnd) -> bool:
     """Return whether a job that can resume was stopped, rather than ended by its user or by a fault.
 
     Where a rank fails, srun ends the others, and these may save. That is no reason to come back soon after
@@ -118,7 +118,7 @@ class Verdict(NamedTuple):
     said: list[str]
 
 
-def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> Outcome:
+def end(facts: SlurmFacts, folder: Path, ending: JobEnd, evidence: Evidence) -> Outcome:
     """Return how this start of a job has ended, and what its log is to say of it.
 
     Args:
@@ -148,7 +148,7 @@ def end(facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence) -> 
 
 
 def _verdict(
-    facts: SlurmFacts, folder: Path, ending: Ending, evidence: Evidence, saved: str | None
+    facts: SlurmFacts, folder: Path, ending: JobEnd, evidence: Evidence, saved: str | None
 ) -> Verdict:
     again = _how_to_resume(folder, saved)
     preempted = _was_only_preempted(facts, folder)
@@ -207,7 +207,7 @@ def _verdict(
     )
 
 
-def _after_a_failure(folder: Path, ending: Ending, saved: str | None) -> list[str]:
+def _after_a_failure(folder: Path, ending: JobEnd, saved: str | None) -> list[str]:
     """Return how to resume from the checkpoints of a job that has failed, if there are any."""
     again = _how_to_resume(folder, saved)
     if ending.requeued:
@@ -243,7 +243,7 @@ def _hang(folder: Path) -> str:
     return f"it hung until its time limit: {sentence}" if sentence else ""
 
 
-def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: Ending) -> bool:
+def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: JobEnd) -> bool:
     """Return whether a job that ended well is to do nothing more, should Slurm start it again.
 
     Slurm does so where it was preempted and ended by itself in its grace time (from 24.05 on), or had come

@@ -41,7 +41,7 @@ NOT_RECORDED = re.compile("SLURM_DIST.*|SLURM_MEM_BIND.*|SLURM_CPU_FREQ.*|SLURM_
 
 
 @dataclass(frozen=True)
-class Beginning:
+class JobStart:
     """What is known of a job when it begins.
 
     Attributes:
@@ -118,7 +118,7 @@ class Plan:
     asked: samples.RequestedResources
 
 
-def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) -> Plan:
+def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -> Plan:
     """Return how the job begins.
 
     Args:
@@ -195,20 +195,20 @@ def decide(job: Beginning, resolve: Callable[[str], str | None], now: datetime) 
     )
 
 
-def _numbers(number: str, job: Beginning) -> str:
+def _numbers(number: str, job: JobStart) -> str:
     """Return the number of the job; of one of an array what scancel takes before it, as 17_2 (19)."""
     element = slurm.array_element(job.record)
     return f"{element} ({number})" if element else number
 
 
-def _refuse_an_array(job: Beginning) -> None:
+def _refuse_an_array(job: JobStart) -> None:
     if "ArrayTaskId" in job.recorded and not job.plain and not job.array_of_runs:
         raise UserError(
             "this is a job of an array, and all its jobs would train the same: leave out --array."
         )
 
 
-def _refuse_a_short_limit(job: Beginning) -> None:
+def _refuse_a_short_limit(job: JobStart) -> None:
     """Raise a UserError for a job that is asked to save as soon as it begins.
 
     It would come back without end, and train a step each time.
@@ -226,7 +226,7 @@ def _refuse_a_short_limit(job: Beginning) -> None:
         )
 
 
-def _refuse_several_tasks(job: Beginning) -> None:
+def _refuse_several_tasks(job: JobStart) -> None:
     tasks_per_node = job.variables.get("SLURM_TASKS_PER_NODE", "1")
     if _counts(tasks_per_node) != [1]:
         raise UserError(
@@ -244,7 +244,7 @@ def _seconds(text: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _is_of_this_job(name: str, job: Beginning) -> bool:
+def _is_of_this_job(name: str, job: JobStart) -> bool:
     """Return whether this option of srun is of this job, rather than left from the one that has sent it."""
     if NOT_RECORDED.fullmatch(name):
         # Only processes that srun has started have the nodes of their step, and so these are of their job.
@@ -270,7 +270,7 @@ def _gpus_per_node(variables: Mapping[str, str]) -> int | None:
     return on_node if asked == str(in_all) else None
 
 
-def _cpus_per_task_asked_for(job: Beginning) -> int | None:
+def _cpus_per_task_asked_for(job: JobStart) -> int | None:
     """Return the CPUs of a task that this job asks for by --cpus-per-task; None if it does not."""
     asked = _number(job.variables, "SLURM_CPUS_PER_TASK")
     recorded = re.search(r" CPUs/Task=(\d+)", job.record)
@@ -308,18 +308,18 @@ def _threads(variables: Mapping[str, str], cpus_per_rank: int) -> int:
     return int(first)
 
 
-def _meeting_address(job: Beginning, resolve: Callable[[str], str | None]) -> str:
+def _meeting_address(job: JobStart, resolve: Callable[[str], str | None]) -> str:
     """Return MASTER_ADDR: the site's own, as for a faster network, or the first node."""
     here = launchers.node()
-    of_the_site = job.variables.get("MASTER_ADDR")
-    if of_the_site:
-        address = resolve(of_the_site)
+    site_value = job.variables.get("MASTER_ADDR")
+    if site_value:
+        address = resolve(site_value)
         if address not in job.addresses:
             raise UserError(
-                f"MASTER_ADDR={of_the_site} of slurm/site.sh is {address or 'unknown'}, no address of "
+                f"MASTER_ADDR={site_value} of slurm/site.sh is {address or 'unknown'}, no address of "
                 f"{here}, where rank 0 runs: correct it, or leave it out."
             )
-        return of_the_site
+        return site_value
     if not job.first_node:
         nodes = job.variables.get("SLURM_JOB_NODELIST")
         raise UserError(f"scontrol does not name the nodes of this job ({nodes}): report it to your admin.")
@@ -336,9 +336,9 @@ def _meeting_address(job: Beginning, resolve: Callable[[str], str | None]) -> st
 
 def _meeting_port(variables: Mapping[str, str]) -> str:
     """Return MASTER_PORT: the site's own, or one by the job's number: two jobs on a node do not collide."""
-    of_the_site = variables.get("MASTER_PORT")
-    if of_the_site:
-        return of_the_site
+    site_value = variables.get("MASTER_PORT")
+    if site_value:
+        return site_value
     first, last = map(int, variables["SITE_PORTS"].split("-"))
     return str(first + int(variables["SLURM_JOB_ID"]) % (last - first + 1))
 
@@ -354,7 +354,7 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def begin(job: Beginning, resolve: Callable[[str], str | None], monitored: bool) -> str:
+def begin(job: JobStart, resolve: Callable[[str], str | None], monitored: bool) -> str:
     """Make the job's folder ready, and return what its shell has to do.
 
     Args:

@@ -63,7 +63,7 @@ PASSED_ON = (
 
 
 @dataclass
-class Sent:
+class Submission:
     """What `sending` hands out: it is given submitit's `job`, and then has its `handle`."""
 
     job: "submitit.Job | None" = None
@@ -71,7 +71,7 @@ class Sent:
 
 
 @contextmanager
-def sending(request: Request) -> Iterator[Sent]:
+def sending(request: Request) -> Iterator[Submission]:
     """Check the request and make its folder; surround the call of submitit.
 
     It prepares the environment, for sbatch or for the processes here. After the call it cancels a job that
@@ -96,8 +96,8 @@ def sending(request: Request) -> Iterator[Sent]:
 
 
 @contextmanager
-def _starting_here(request: Request) -> Iterator[Sent]:
-    sent = Sent()
+def _starting_here(request: Request) -> Iterator[Submission]:
+    sent = Submission()
     variables = local_job.variables(
         request.folder,
         request.options.data_dir.absolute(),
@@ -150,10 +150,10 @@ def _script_here(request: Request) -> job_folder.Script:
 
 
 @contextmanager
-def _sending_to_slurm(request: Request) -> Iterator[Sent]:
+def _sending_to_slurm(request: Request) -> Iterator[Submission]:
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    sent = Sent()
+    sent = Submission()
     variables = local_job.outside_of_jobs() | local_job.QUIET | request.sbatch_variables
     try:
         # submitit prints what sbatch says; here it becomes the text of the error.
@@ -385,8 +385,8 @@ def choose_stage(stage: Stage, own_options: argparse.Namespace) -> Stage:
     """
     if own_options.plain:
         return stage.with_program(from_options(own_options, [Path.cwd(), stage.script.parent]))
-    of_plain = (own_options.python, own_options.when_requeued, own_options.one_process_per_node or None)
-    if of_plain != (None, None, None):
+    plain_options = (own_options.python, own_options.when_requeued, own_options.one_process_per_node or None)
+    if plain_options != (None, None, None):
         raise UserError(
             "--python, --when-requeued and --one-process-per-node are for plain scripts: put them before "
             "--plain."

@@ -46,21 +46,21 @@ class Setting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Varied:
+class VariedOption:
     """An option of the script and all of its values."""
 
     name: str
     values: tuple[str, ...]
 
 
-def varied(text: str) -> Varied:
+def varied(text: str) -> VariedOption:
     """Parse `NAME=VALUE,VALUE,...`: an argparse type."""
     name, _, values = text.partition("=")
     if not name or not values:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE,VALUE")
     if name in NOT_TO_VARY:
         raise argparse.ArgumentTypeError(f"{name} is known to the sweep: {NOT_TO_VARY[name]}")
-    return Varied(name, _split(values))
+    return VariedOption(name, _split(values))
 
 
 def _split(text: str) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def _without_quotes(value: str) -> str:
     return value[1:-1] if is_quoted and value[0] not in value[1:-1] else value
 
 
-def combinations(options: Sequence[Varied]) -> tuple[tuple[Setting, ...], ...]:
+def combinations(options: Sequence[VariedOption]) -> tuple[tuple[Setting, ...], ...]:
     """Return every combination of the values.
 
     Raises:

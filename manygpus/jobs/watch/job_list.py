@@ -29,7 +29,7 @@ UNKNOWN = "-"
 
 
 @dataclass(frozen=True)
-class Listed:
+class JobRow:
     """A row of the list.
 
     Attributes:
@@ -68,7 +68,7 @@ class Listed:
         return (self.number, name, self.script, self.state, duration, str(self.restarts), self.note)
 
 
-def jobs(site: Site) -> list[Listed]:
+def jobs(site: Site) -> list[JobRow]:
     """Return the jobs of this checkout: those with a folder by the time they began, then those that wait."""
     by_slurm = {path.name: path for path in site.jobs_dir.glob("[0-9]*") if path.name.isdecimal()}
     outcomes = {number: job_folder.read_outcome(folder) for number, folder in by_slurm.items()}
@@ -89,7 +89,7 @@ def jobs(site: Site) -> list[Listed]:
     return begun + waiting
 
 
-def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobStatus | None) -> Listed:
+def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobStatus | None) -> JobRow:
     """Return the row of a job of Slurm that has begun.
 
     Args:
@@ -129,14 +129,14 @@ def _row(
     note: str,
     restarts: int = 0,
     log: str = "",
-) -> Listed:
+) -> JobRow:
     """Return the row of a job that has begun.
 
     Args:
         script: what the job has kept of what it runs; None if there is nothing.
         log: the path of its log; by default the one that the script names.
     """
-    return Listed(
+    return JobRow(
         number=number,
         name=script.job_name if script else "",
         script=_script_words(script) if script else UNKNOWN,
@@ -149,7 +149,7 @@ def _row(
     )
 
 
-def _of_this_machine(number: str, folder: Path) -> Listed:
+def _of_this_machine(number: str, folder: Path) -> JobRow:
     """Return the row of a job that runs, or ran, on this machine without Slurm."""
     began = _began_at(folder)
     log = job_log.of_rank(folder, number)
@@ -212,7 +212,7 @@ def _began_at(folder: Path) -> float:
     return (kept if kept.exists() else folder).stat().st_mtime
 
 
-def _queue(jobs_dir: Path, begun: Collection[str]) -> list[Listed]:
+def _queue(jobs_dir: Path, begun: Collection[str]) -> list[JobRow]:
     """Return the jobs of this user that wait or begin just now, and were sent from this checkout.
 
     Args:
@@ -225,11 +225,11 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[Listed]:
         number, shown_as, state, reason, folder, script, name = line.split("|", maxsplit=6)
         if number in begun:
             continue
-        of_checkout = _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir))
+        is_of_checkout = _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir))
         # A sweep may have its script, and its user, elsewhere.
-        if of_checkout or str(JOB_ENV) in job_folder.read(Path(script)):
+        if is_of_checkout or str(JOB_ENV) in job_folder.read(Path(script)):
             is_queued = state in slurm.QUEUED
-            row = Listed(
+            row = JobRow(
                 shown_as,
                 name,
                 UNKNOWN,

@@ -68,14 +68,14 @@ class SeveralSetsError(UserError):
         )
 
 
-class FoundAnswer(NamedTuple):
+class AnswerForFiles(NamedTuple):
     """The answer for the runs of some files, and a sentence for each thing left out."""
 
     text: "AnswerText"
     skipped: list[str]
 
 
-def answer_for(paths: list[Path], constraints: Constraints, set_number: int | None = None) -> FoundAnswer:
+def answer_for(paths: list[Path], constraints: Constraints, set_number: int | None = None) -> AnswerForFiles:
     """Answer for the runs in these files and folders.
 
     Raises:
@@ -86,7 +86,7 @@ def answer_for(paths: list[Path], constraints: Constraints, set_number: int | No
     rows = _choose_set(rows, set_number)
     all_reduces, not_read = read_all_reduces(paths, rows)
     answer = checked(advise(rows, constraints, all_reduces))
-    return FoundAnswer(AnswerText(answer, rows, constraints.price), skipped + not_read)
+    return AnswerForFiles(AnswerText(answer, rows, constraints.price), skipped + not_read)
 
 
 def _choose_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:

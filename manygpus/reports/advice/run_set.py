@@ -89,12 +89,12 @@ class RunSet:
         """Return the seconds of its steps; on one device those of stage single, if any."""
         steady = self._steady
         single = steady[steady.stage == SINGLE]
-        of_stage = steady[steady.stage == stage]
+        stage_rows = steady[steady.stage == stage]
         if stage == DP:
             # On one device that is the plain model.
-            of_stage = of_stage[of_stage.devices > 1]
-        is_replaced = (of_stage.devices == 1) & of_stage.global_batch.isin(single.global_batch)
-        rows = pd.concat([single, of_stage[~is_replaced]])
+            stage_rows = stage_rows[stage_rows.devices > 1]
+        is_replaced = (stage_rows.devices == 1) & stage_rows.global_batch.isin(single.global_batch)
+        rows = pd.concat([single, stage_rows[~is_replaced]])
         measured: Measured = {}
         for (devices, nodes, batch, _), run in rows.groupby(
             ["devices", "nodes", "batch_per_device", "run_id"]
@@ -239,7 +239,7 @@ def _epochs_to_target(rows: pd.DataFrame, target: float, most_epochs: int, goal:
     return EpochsToTarget(
         target=target,
         accuracy_error=_accuracy_error(target, rows),
-        curves={batch: of_batch for batch, of_batch in curves.items() if len(of_batch)},
+        curves={batch: epochs_of_batch for batch, epochs_of_batch in curves.items() if len(epochs_of_batch)},
         goal=goal,
         most_epochs=most_epochs,
     )

@@ -366,10 +366,10 @@ def _where_largest_counts_are(devices: np.ndarray, nodes: np.ndarray) -> list[np
     masks = []
     within_a_node = (nodes == 1) & (devices > 1)
     between_nodes = nodes > 1
-    for of_this_kind in (within_a_node, between_nodes):
-        counts = np.unique(devices[of_this_kind])
+    for links in (within_a_node, between_nodes):
+        counts = np.unique(devices[links])
         if len(counts) > 1:
-            masks.append(of_this_kind & (devices == counts.max()))
+            masks.append(links & (devices == counts.max()))
     return masks or [devices == devices.max()]
 
 
@@ -383,14 +383,14 @@ def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
     for runs in measured.values():
         drawn = []
         for epochs in runs:
-            of_epochs = random.choice(epoch_deviations or [0.0], (DRAWS, len(epochs)))
-            noise_of_run = np.median(of_epochs, axis=1)
+            epoch_noise = random.choice(epoch_deviations or [0.0], (DRAWS, len(epochs)))
+            noise_of_run = np.median(epoch_noise, axis=1)
             if run_deviations:
                 # Two runs differ by plus and minus half of their distance; the factor, whose square is 1 on
                 # average, fills what lies between.
-                of_runs = random.choice(run_deviations, DRAWS)
+                run_noise = random.choice(run_deviations, DRAWS)
                 factor = random.uniform(0, np.sqrt(3), DRAWS)
-                noise_of_run = noise_of_run + of_runs * factor
+                noise_of_run = noise_of_run + run_noise * factor
             drawn.append(noise_of_run)
         columns.append(np.median(drawn, axis=0))
     return np.stack(columns, axis=1)
@@ -398,15 +398,15 @@ def _draw_noise(measured: Measured, random: np.random.Generator) -> np.ndarray:
 
 def _deviations(measured: Measured) -> tuple[list[float], list[float]]:
     """Return how far, in logarithms, epochs are from the median of their run, and runs from that of all."""
-    of_epochs: list[float] = []
-    of_runs: list[float] = []
+    epoch_noise: list[float] = []
+    run_noise: list[float] = []
     for runs in measured.values():
         logs = [np.log(epochs) for epochs in runs]
         medians = np.array([np.median(log) for log in logs])
         for log, median in zip(logs, medians, strict=True):
-            of_epochs += _corrected(log - median)
-        of_runs += _corrected(medians - np.median(medians))
-    return of_epochs, of_runs
+            epoch_noise += _corrected(log - median)
+        run_noise += _corrected(medians - np.median(medians))
+    return epoch_noise, run_noise
 
 
 def _corrected(deviations: np.ndarray) -> list[float]:
