@@ -95,8 +95,8 @@ class Workspace:
         equal_in_words = f" of {_in_words(equal)}" if equal else ""
         unreadable = [f"\n- {sentence} Remove it." for sentence in skipped]
         raise Wrong(
-            f"mine/runs has no run{equal_in_words} with two epochs or more. Run the commands of the README, or "
-            f"use our runs with `recorded`.{''.join(unreadable)}"
+            f"mine/runs has no run{equal_in_words} with two epochs or more. Run the commands of the README, "
+            f"or use our runs with `recorded`.{''.join(unreadable)}"
         )
 
     def row(self, target: float | None = None, **equal: object) -> "pd.Series":

@@ -45,7 +45,7 @@ LEAST_FREE_MEMORY = 0.8
 
 
 def software(trains_with_kit: bool) -> Iterator[Finding]:
-    """Report the versions that this rank has imported; with `trains_with_kit` also all that our trainings do."""
+    """Report the versions that this rank has imported; with `trains_with_kit` those of our trainings, too."""
     message = f"torch {torch.__version__}"
     if trains_with_kit:
         from manygpus.training import run  # noqa: F401  as a rank imports it
