@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from manygpus import log_words
+
 # Of the end of each log, as in slurm/job_env.sh: the last line of a job that failed is there, and a job of 64
 # ranks has no more than Python can read in seconds.
 MOST_OF_A_LOG_BYTES = 2**22
@@ -22,10 +24,11 @@ OF_A_RANK = re.compile(r"_(\d+)_log\.out$")
 OF_SLURM = r"(?:srun|slurmstepd[^\s:]*): "
 ERROR_OF_SLURM = re.compile(rf"{OF_SLURM}(?:error|fatal): ")
 WITHIN_A_LINE = re.compile(rf"(?<=[^\n\r])(?<!: )(?={OF_SLURM}(?:error|fatal|launch/slurm): )")
-# Words with which the kit's own last lines in a log begin (job_env.sh, inside/outcome_rules.py), and Slurm's.
-LAST_WORDS_OF_THE_KIT = re.compile(rf"(?:watch|why|ended) {{3,}}|stopped; back to the queue|{OF_SLURM}")
-# Those with which its first lines end.
-FIRST_WORDS_OF_THE_KIT = re.compile(r"script {2}|python {2}|code {4}")
+# What follows the last line of the script: the kit's words, and Slurm's.
+_LAST_WORDS = (log_words.WATCH, log_words.WHY, log_words.THEN, log_words.ENDED)
+AFTER_THE_SCRIPT = re.compile(rf"{log_words.pattern(_LAST_WORDS)}|stopped; back to the queue|{OF_SLURM}")
+# What comes before its first line.
+BEFORE_THE_SCRIPT = re.compile(log_words.pattern((log_words.SCRIPT, log_words.PYTHON, log_words.CODE)))
 
 # What may stand before a rank's line: the number of the task (srun --label), and, once the process group
 # exists, PyTorch's prefix (_distributed_excepthook in its sources).
@@ -137,9 +140,9 @@ def last_line(lines: Sequence[str], said: Sequence[str] = ()) -> str:
     """
     for line in reversed(lines):
         text = line.strip()
-        if FIRST_WORDS_OF_THE_KIT.match(text):
+        if BEFORE_THE_SCRIPT.match(text):
             return ""
-        if text and text not in said and not LAST_WORDS_OF_THE_KIT.match(text):
+        if text and text not in said and not AFTER_THE_SCRIPT.match(text):
             prefix = PREFIX.match(text)
             return text[prefix.end() :] if prefix[1] else text
     return ""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from manygpus import job_folder
+from manygpus import job_folder, log_words
 from manygpus.errors import UserError, first_line, print_line
 from manygpus.files import check_writable
 from manygpus.monitor import collector, samples
@@ -158,7 +158,8 @@ def _keep_and_print_verdict(folder: Path, name: str, outlived_sigterm: bool = Fa
 
     If the job has outlived SIGTERM, it begins with the ranks that still run.
     """
-    text = "\n".join(f"watch   {line}" for line in _verdict_lines(folder, name, outlived_sigterm))
+    lines = _verdict_lines(folder, name, outlived_sigterm)
+    text = "\n".join(log_words.line(log_words.WATCH, line) for line in lines)
     with suppress(OSError):
         (folder / samples.TOLD).write_text(text, encoding="utf-8")
     print_line(text)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from manygpus import job_folder
+from manygpus import job_folder, log_words
 from manygpus.errors import DISTRIBUTED
 from manygpus.jobs import job_log
 from manygpus.ranges import parse_ranges
@@ -314,7 +314,8 @@ def sentences(reasons: list[Reason]) -> list[str]:
     if not reasons:
         return []
     first, *others = reasons[:MOST_REASONS]
-    return [f"why     {first.text}", *(f"then    {_in_short(reason.text)}" for reason in others)]
+    later = [log_words.line(log_words.THEN, _in_short(reason.text)) for reason in others]
+    return [log_words.line(log_words.WHY, first.text), *later]
 
 
 def _in_short(text: str) -> str:

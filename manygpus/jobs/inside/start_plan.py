@@ -17,6 +17,7 @@ from manygpus.errors import UserError
 from manygpus.job_folder import Script
 from manygpus.jobs import slurm
 from manygpus.jobs.user_program import Program
+from manygpus.log_words import CODE, GPUS, JOB, NODES, PYTHON, SCRIPT, line
 from manygpus.monitor import samples
 
 # What sbatch sets if a job asks for it, and the field that its record then has.
@@ -177,11 +178,14 @@ def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -
         exports=exports,
         assigns=assigns,
         header=[
-            f"job     {numbers} {name}, restart {job.restarts}, {now:%FT%T%z}",
-            f"nodes   {variables['SLURM_JOB_NODELIST']}, tasks per node {tasks_per_node}, "
-            f"CPUs per task {cpus_per_task}",
+            line(JOB, f"{numbers} {name}, restart {job.restarts}, {now:%FT%T%z}"),
+            line(
+                NODES,
+                f"{variables['SLURM_JOB_NODELIST']}, tasks per node {tasks_per_node}, "
+                f"CPUs per task {cpus_per_task}",
+            ),
             # Other nodes may have fewer (seen: --gpus=3, and three tasks with --gpus-per-task=1).
-            f"GPUs    {gpus_on_node} on {job.first_node}: {_count_by_name(job.gpu_names)}",
+            line(GPUS, f"{gpus_on_node} on {job.first_node}: {_count_by_name(job.gpu_names)}"),
             code_line(job.version, job.repository),
             f"meet at {address}:{port}; checkpoints and notes in {job.folder}",
         ],
@@ -392,9 +396,9 @@ def script_lines(script: Script, kit: str) -> list[str]:
     """
     name = ("-m", script.module) if script.module else (script.path,)
     words = [printable(word) for word in (*name, *script.arguments)]
-    lines = [f"script  {' '.join(words)}"]
+    lines = [line(SCRIPT, " ".join(words))]
     if script.python:
-        lines.append(f"python  {script.python}")
+        lines.append(line(PYTHON, script.python))
     path, kit_folder = Path(script.path).resolve(), Path(kit).resolve()
     is_of_the_kit = path.is_relative_to(kit_folder) and Path(script.repository or kit).resolve() == kit_folder
     if not is_of_the_kit:
@@ -409,7 +413,7 @@ def code_line(commit: str, folder: str) -> str:
     described = commit or "not a git checkout"
     if commit.endswith("-dirty"):
         described = f"{commit.removesuffix('-dirty')} with changes"
-    return f"code    {described} in {folder}"
+    return line(CODE, f"{described} in {folder}")
 
 
 def printable(word: str) -> str:

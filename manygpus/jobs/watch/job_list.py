@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manygpus import job_folder
+from manygpus import job_folder, log_words
 from manygpus.job_folder import Outcome, Script
 from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.inside import outcome_rules, start_plan
@@ -185,7 +185,7 @@ def _verdict(folder: Path) -> str:
     if findings:
         return str(findings[0]["sentence"])
     told = job_folder.read(folder / samples.FOLDER / samples.TOLD)
-    return told.partition("\n")[0].removeprefix("watch").strip()
+    return log_words.text_of(log_words.WATCH, told.partition("\n")[0])
 
 
 def _script_words(script: Script) -> str:

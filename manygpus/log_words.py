@@ -1,0 +1,29 @@
+"""The words with which the kit's own lines in the log of a job begin.
+
+slurm/job_env.sh writes lines with `watch` and `ended` in the same form.
+"""
+
+import re
+from collections.abc import Iterable
+
+# At the head of the log, once for each start.
+JOB, NODES, GPUS, CODE, SCRIPT, PYTHON = "job", "nodes", "GPUs", "code", "script", "python"
+# At its end: the verdict on what the job wasted, why it failed, what failed after that, and its exit code.
+WATCH, WHY, THEN, ENDED = "watch", "why", "then", "ended"
+# The text of a line stands below that of the others.
+INDENT_CHARACTERS = 8
+
+
+def line(word: str, text: str) -> str:
+    """Return a line of the log."""
+    return f"{word:<{INDENT_CHARACTERS}}{text}"
+
+
+def text_of(word: str, log_line: str) -> str:
+    """Return what follows the word; the line itself if it begins with another one."""
+    return log_line.removeprefix(line(word, ""))
+
+
+def pattern(words: Iterable[str]) -> str:
+    """Return a regular expression for the beginning of lines with one of these words."""
+    return "|".join(re.escape(line(word, "")) for word in words)
