@@ -1,7 +1,7 @@
 """From one GPU to many: the names that a training script imports.
 
 `from manygpus import Run` loads the modules that Run needs, and `import manygpus` loads nothing: the commands
-of a login node do without PyTorch. README.md describes the packages.
+of a login node do without PyTorch. README.md describes the subpackages.
 """
 
 import sys

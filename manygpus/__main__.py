@@ -1,4 +1,4 @@
-"""The commands of the kit. On a checkout each is also a script in slurm/, results/ or a stage.
+"""The commands of the kit, from any folder. On a checkout each is also a script.
 
     manygpus submit --gpus 4 --nodes 2 --plain train.py --lr 0.1
 
@@ -9,39 +9,53 @@ import sys
 from importlib import import_module
 from typing import NamedTuple
 
-from manygpus.config.command_line import Parser
+from manygpus.config.command_line import PROGRAM, Parser
 from manygpus.errors import entrypoint
+from manygpus.kit_python import take_over
 
 
 class Command(NamedTuple):
-    """The module with the command's `main`, and what it does, for the list of all."""
+    """The module with the command's `main`, the script that starts the same, and what it does."""
 
     module: str
+    script: str
     purpose: str
 
 
 COMMANDS = {
     "submit": Command(
-        "commands.submit", "submit a training as a job: of the course, or your own script (--plain)"
+        "commands.submit", "03_multigpu_ddp/submit.py", "submit a training, or a script of your own"
     ),
     "sweep": Command(
-        "commands.sweep", "run every combination of the given options as a job, and compare them"
+        "commands.sweep", "slurm/sweep.py", "run every combination of options as a job, and compare"
     ),
-    "jobs": Command("commands.jobs", "list the jobs: what each one runs, its state, and why it failed"),
-    "why": Command("commands.jobs", "tell why a job failed, with the end of its log: manygpus why JOB"),
-    "doctor": Command("jobs.doctor.cli", "check whether a job can work here, before it waits in the queue"),
-    "monitor": Command("commands.monitor", "watch what a job does with its GPUs, cores and memory"),
-    "compare": Command("commands.plot_results", "compare runs: speedup, efficiency, cost, figures"),
-    "how-many": Command("commands.how_many_gpus", "recommend how many GPUs to ask for, from your runs"),
+    "jobs": Command("commands.jobs", "slurm/jobs.py", "list the jobs: what each one runs, and its state"),
+    "why": Command("commands.why", "slurm/jobs.py", "tell why a job failed, with the end of its log"),
+    "doctor": Command("jobs.doctor.cli", "slurm/doctor.py", "check whether a job can work here"),
+    "monitor": Command(
+        "commands.monitor", "slurm/monitor.py", "watch what a job does with GPUs, cores and memory"
+    ),
+    "compare": Command("commands.plot_results", "results/plot_results.py", "compare the runs that you have"),
+    "how-many": Command(
+        "commands.how_many_gpus", "results/how_many_gpus.py", "recommend how many GPUs to ask for"
+    ),
 }
 
 
 def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
+        try:
+            command = import_module(f"manygpus.{COMMANDS[name].module}")
+        except ImportError:
+            # Where the environment of a different project is active, the kit's own Python takes over.
+            sys.argv = ["-m", PROGRAM, name, *arguments]
+            take_over()
+            raise
         # The name by which its --help and its mistakes speak of it.
-        sys.argv = [f"manygpus {name}", *arguments]
-        import_module(f"manygpus.{COMMANDS[name].module}").main()
+        sys.argv = [f"{PROGRAM} {name}", *arguments]
+        command.__doc__ = command.__doc__.replace(f"python {COMMANDS[name].script}", sys.argv[0])
+        command.main()
     else:
         _list_commands([name, *arguments])
 
@@ -50,9 +64,11 @@ def main() -> None:
 def _list_commands(arguments: list[str]) -> None:
     """Print the list of commands, or refuse what is none."""
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:{width}}  {command.purpose}" for name, command in COMMANDS.items())
+    rows = "\n".join(
+        f"  {name:{width}}  {command.purpose} ({command.script})" for name, command in COMMANDS.items()
+    )
     parser = Parser(
-        prog="manygpus", description=__doc__, usage="%(prog)s COMMAND ...", epilog=f"commands:\n{rows}"
+        prog=PROGRAM, description=__doc__, usage="%(prog)s COMMAND ...", epilog=f"commands:\n{rows}"
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
     parser.parse_args(arguments)

@@ -58,7 +58,7 @@ plain=""
 proctrack="" # of a plain script: how Slurm finds the processes that it signals (manygpus/jobs/inside/run_plain.py)
 case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node) plain=1 ;; esac
 if [[ $plain ]]; then
-    # `python -m` must not import a queue.py from the folder of the script. jobs/inside/run_plain.py unsets this.
+    # `python -m` must not import a queue.py from the folder of the script. manygpus/jobs/inside/run_plain.py unsets this.
     export PYTHONSAFEPATH=1
     proctrack=$(scontrol show config 2>/dev/null | sed -n 's/^ProctrackType *= proctrack.//p') || proctrack=""
 else

@@ -1,1 +1,1 @@
-"""The commands of slurm/ and results/: a command line each, which may join all packages."""
+"""The commands of slurm/ and results/: a command line each, which may join all subpackages."""

@@ -42,10 +42,10 @@ def main() -> None:
     if options.asked:
         _show_what_was_asked(site.jobs_dir)
     else:
-        _show(site, options.word)
+        show(site, options.word)
 
 
-def _show(site: Site, word: str | None) -> None:
+def show(site: Site, word: str | None) -> None:
     """Print the jobs, or those that match `word`; of a job that is named by its number also the log's end."""
     jobs = [job for job in job_list.jobs(site) if word is None or job.matches(word)]
     if word and not jobs:

@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -10,6 +11,8 @@ from typing import NoReturn
 from manygpus.errors import UserError
 
 LARGEST = 1e38  # about the largest float32
+# The command whose subcommands the commands are, too.
+PROGRAM = "manygpus"
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,6 +24,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help.")
+
+
+def own_program() -> list[str]:
+    """Return the words that start this program again, without its arguments."""
+    program = sys.argv[0]
+    if program.startswith(f"{PROGRAM} "):
+        return [sys.executable, "-m", *program.split()]
+    return [sys.executable, str(Path(program).absolute())]
 
 
 def at_least(smallest: int, most: int = 2**31 - 1) -> Callable[[str], int]:

@@ -15,7 +15,7 @@ class KnownDataset:
     is_generated: bool = False  # so that it has no files
 
 
-# By the value of --dataset. datasets.py has a reader for each; `check` knows the files of MNIST alone.
+# By the value of --dataset. data/datasets.py has a reader for each; `check` knows the files of MNIST alone.
 DATASETS = {
     "mnist": KnownDataset(train_images=60_000),
     "synthetic": KnownDataset(train_images=60_000, is_generated=True),

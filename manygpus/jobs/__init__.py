@@ -1,1 +1,1 @@
-"""Jobs on Slurm, in rooms: submit, inside, watch, sweeps, doctor. Here is what all of them use."""
+"""Jobs on Slurm, in subpackages: submit, inside, watch, sweeps, doctor. Here is what all of them use."""

@@ -32,7 +32,9 @@ from manygpus.errors import REPOSITORY, UserError
 from manygpus.job_folder import Script
 
 OPTIONS = ("--python", "--when-requeued", "--one-process-per-node")
-FOLDER = "{folder}"  # in the arguments: the job's own folder; in a sweep, the run's (varied_options.py)
+FOLDER = (
+    "{folder}"  # in the arguments: the job's own folder; in a sweep, the run's (sweeps/varied_options.py)
+)
 # The variables with the environment that is active, and what the folder of such an environment has.
 ACTIVE = {"VIRTUAL_ENV": "pyvenv.cfg", "CONDA_PREFIX": "conda-meta"}
 # A word of --when-requeued with a path: an option in front of it, as --resume=, and the path, with / or *.

@@ -92,5 +92,5 @@ def _own_command() -> str:
     program, *arguments = sys.argv
     if program.endswith(".py"):
         return shlex.join(["python", program, *arguments])
-    # A command that pip has installed.
-    return shlex.join([Path(program).name, *arguments])
+    # `manygpus compare`.
+    return f"{program} {shlex.join(arguments)}"

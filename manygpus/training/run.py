@@ -1,7 +1,7 @@
 """What surrounds the training step: the loop over epochs and steps, and its clock.
 
-A `Run` puts together what can also be used alone in a loop of one's own: `Checkpointer` (checkpointer.py),
-`RecordWriter` (record/records.py) and `EarlyStopping` (early_stopping.py).
+A `Run` puts together what can also be used alone in a loop of one's own: `Checkpointer`
+(checkpoint/checkpointer.py), `RecordWriter` (record/records.py) and `EarlyStopping` (early_stopping.py).
 """
 
 import math

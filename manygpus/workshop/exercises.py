@@ -4,7 +4,7 @@ Every exercise is a folder next to its stage's check.py, such as `02_clock`, and
 
     README.md   `# Title`, then `**Core, 1 of 10.** 10 minutes. What you learn.` (or `**Extra.** 10 ...`),
                 then the question and the commands
-    check.py    `check(mine)` returns what the exercise shows, or raises `Wrong`
+    check.py    `check(workspace)` returns what the exercise shows, or raises `Wrong`
     starter/    the files to work on, if any; the first command copies them to mine/, which git ignores
 
 In check.py `ANSWERS` has the lines of answers.txt, where the learner finds a `?` for each answer, and

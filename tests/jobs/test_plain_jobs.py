@@ -743,6 +743,8 @@ def test_a_sweep_resumes_in_its_own_folder_whatever_the_script_is_given(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--plain", "train.py", "--out", "theirs"])
     assert execution.command_to_resume(tmp_path).endswith(f" --out {tmp_path} --plain train.py --out theirs")
+    monkeypatch.setattr(sys, "argv", ["manygpus sweep", "--gpus", "2"])
+    assert execution.command_to_resume(tmp_path).endswith(f" -m manygpus sweep --out {tmp_path} --gpus 2")
 
 
 @pytest.mark.parametrize(

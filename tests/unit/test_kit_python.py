@@ -71,6 +71,13 @@ def test_an_old_python_runs_the_doctor_with_that_of_the_kit(
         runpy.run_path(doctor, run_name="__main__")
 
 
+def test_the_command_goes_on_with_the_python_of_the_kit(tmp_path: Path) -> None:
+    """From another folder, with a Python that has no packages."""
+    program = "import os; os.chdir('/'); from manygpus.__main__ import main; main()"
+    done = run(BASE_PYTHON, "-S", "-c", program, "jobs", "--help", PYTHONPATH=str(REPOSITORY))
+    assert "usage: manygpus jobs " in done.stdout, done.stderr
+
+
 def test_an_old_python_is_named_wherever_it_imports_the_kit(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the last line of its traceback."""
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))

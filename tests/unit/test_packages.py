@@ -1,4 +1,4 @@
-"""The rooms of the package, and what they may import (manygpus/README.md)."""
+"""The subpackages of the package, and what they may import (manygpus/README.md)."""
 
 import ast
 import sys
@@ -18,8 +18,8 @@ from manygpus.__main__ import COMMANDS
 
 _REPORTS = ("reports", "reports.advice")
 _JOBS = ("jobs", "jobs.inside", "jobs.watch", "jobs.submit")
-# Room -> the rooms, or modules of them, that it may import besides itself and the modules at the top. Each
-# stands above those that import it.
+# Subpackage -> the others, or modules of them, that it may import besides the modules at the top. Each stands
+# above those that import it.
 MAY_IMPORT = {
     "record": (),
     "config": ("record",),
@@ -38,14 +38,14 @@ MAY_IMPORT = {
     "reports": ("record",),
     "reports.advice": ("record", "reports"),
     "workshop": ("config", "data.staging", "distributed", "jobs", "record", "reports"),
-    # It joins the others, and no other room may import it.
+    # It joins the others, and no other subpackage may import it.
     "commands": (*_JOBS, "jobs.sweeps", "config", "data", "distributed", "monitor", "record", *_REPORTS),
 }
 # All that the others know of them is a folder of CSVs (record/records.py, monitor/samples.py).
 OPTIONAL = ("monitor", "reports.advice", "workshop")
 WHAT_OTHERS_MAY_KNOW = ("monitor.samples",)
 _WHAT_TRAINS = ("jobs", "training", "checkpoint", "config", "data")
-# Room -> rooms without which it can be imported.
+# Subpackage -> subpackages without which it can be imported.
 DOES_WITHOUT = {
     "reports": (*_WHAT_TRAINS, "reports.advice", "monitor", "workshop"),
     "reports.advice": (*_WHAT_TRAINS, "monitor", "workshop"),
@@ -60,14 +60,14 @@ SCRIPTS = [path for folder in ("slurm", "results") for path in sorted((REPOSITOR
 PACKAGE = REPOSITORY / "manygpus"
 
 
-def room_of(module: str) -> str:
+def subpackage_of(module: str) -> str:
     """The folder of a module, `jobs.inside` for jobs.inside.in_job; "" at the top."""
     folder = module.rpartition(".")[0]
     # A list of the monitor's own, with a file for each.
     return "monitor" if folder == "monitor.findings" else folder
 
 
-# `jobs.inside.in_job` -> its file; without the files that only say what a room is for.
+# `jobs.inside.in_job` -> its file; without the files that only say what a subpackage is for.
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in lessons.files("manygpus/*.py")
@@ -91,26 +91,26 @@ def imports_of_ours(path: Path) -> set[str]:
     return {name.removeprefix("manygpus.") for name in imports(path)} & MODULES.keys()
 
 
-def is_in(module: str, rooms: tuple[str, ...]) -> bool:
-    """Whether a module is one of `rooms`, or lies in one: jobs.slurm lies in jobs, jobs.inside.in_job not."""
-    return module in rooms or room_of(module) in rooms
+def is_in(module: str, subpackages: tuple[str, ...]) -> bool:
+    """Whether a module is one of these, or lies in one: jobs.slurm lies in jobs, jobs.inside.in_job not."""
+    return module in subpackages or subpackage_of(module) in subpackages
 
 
-def test_every_room_is_in_the_table() -> None:
-    assert {room_of(module) for module in MODULES} - {""} == MAY_IMPORT.keys()
+def test_every_subpackage_is_in_the_table() -> None:
+    assert {subpackage_of(module) for module in MODULES} - {""} == MAY_IMPORT.keys()
 
 
-def test_a_room_stands_above_those_that_import_it() -> None:
-    for number, (room, may_import) in enumerate(MAY_IMPORT.items()):
+def test_a_subpackage_stands_above_those_that_import_it() -> None:
+    for number, (subpackage, may_import) in enumerate(MAY_IMPORT.items()):
         above = tuple(MAY_IMPORT)[:number]
-        assert all(name in above or room_of(name) in above for name in may_import), room
+        assert all(name in above or subpackage_of(name) in above for name in may_import), subpackage
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_what_its_room_may(module: str) -> None:
+def test_a_module_imports_what_its_subpackage_may(module: str) -> None:
     """A module at the top imports others at the top only."""
-    room = room_of(module)
-    allowed = ("", room, *MAY_IMPORT.get(room, ()))
+    subpackage = subpackage_of(module)
+    allowed = ("", subpackage, *MAY_IMPORT.get(subpackage, ()))
     if module == "__main__":
         allowed += ("config",)
     assert not {name for name in imports_of_ours(MODULES[module]) if not is_in(name, allowed)}
@@ -121,19 +121,21 @@ def test_no_modules_import_each_other() -> None:
     TopologicalSorter({name: imports_of_ours(path) for name, path in MODULES.items()}).prepare()
 
 
-@pytest.mark.parametrize("room", [room for room in MAY_IMPORT if room not in (*OPTIONAL, "commands")])
-def test_the_core_does_without_the_optional_rooms(room: str) -> None:
+@pytest.mark.parametrize(
+    "subpackage", [subpackage for subpackage in MAY_IMPORT if subpackage not in (*OPTIONAL, "commands")]
+)
+def test_the_core_does_without_the_optional_subpackages(subpackage: str) -> None:
     for module, path in MODULES.items():
-        if room_of(module) == room and not room.startswith(OPTIONAL):
+        if subpackage_of(module) == subpackage and not subpackage.startswith(OPTIONAL):
             optional = {name for name in imports_of_ours(path) if name.startswith(OPTIONAL)}
             assert not optional - set(WHAT_OTHERS_MAY_KNOW), module
 
 
-@pytest.mark.parametrize("room", DOES_WITHOUT)
-def test_a_room_that_reads_csvs_needs_no_training_and_no_jobs(room: str) -> None:
-    """It can be imported where the rooms that it must not need are not there."""
-    modules = ", ".join(f"manygpus.{module}" for module in MODULES if room_of(module) == room)
-    absent = {f"manygpus.{name}": None for name in DOES_WITHOUT[room]}
+@pytest.mark.parametrize("subpackage", DOES_WITHOUT)
+def test_a_subpackage_that_reads_csvs_needs_no_training_and_no_jobs(subpackage: str) -> None:
+    """It can be imported where the subpackages that it must not need are not there."""
+    modules = ", ".join(f"manygpus.{module}" for module in MODULES if subpackage_of(module) == subpackage)
+    absent = {f"manygpus.{name}": None for name in DOES_WITHOUT[subpackage]}
     program = f"import sys; sys.modules |= {absent!r}; import {modules}"
     succeeded(ran(sys.executable, "-c", program, cwd=REPOSITORY))
 
@@ -173,7 +175,10 @@ def test_importing_the_package_loads_nothing() -> None:
 
 @pytest.mark.parametrize("path", lessons.files("*.py"), ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_nothing_imports_from_a_command(path: Path) -> None:
-    assert not {name for name in imports(path) if name.split(".")[0] in {script.stem for script in SCRIPTS}}
+    names = imports(path)
+    assert not {name for name in names if name.split(".")[0] in {script.stem for script in SCRIPTS}}
+    is_a_door = path in SCRIPTS or path.parent.name == "commands" or "tests" in path.parts
+    assert is_a_door or not {name for name in names if name.startswith("manygpus.commands")}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@
 outcome_rules.py decides the last two.
 
 Its input is what it has to know: NAME=VALUE, each with a NUL after it, one more NUL, and then the end of what
-the ranks and their launcher have printed in this start (job_log.py). `end` also keeps the outcome
+the ranks and their launcher have printed in this start (jobs/job_log.py). `end` also keeps the outcome
 (`job_folder.Outcome`) in the job's folder. It needs no packages.
 """
 

@@ -60,7 +60,8 @@ class JobStart:
         repository: this checkout.
         folder: the job's own.
         program: its script, where that does not use the kit.
-        array_of_runs: whether it is of a sweep, each task of which has arguments of its own (job_script.py).
+        array_of_runs: whether it is of a sweep, each task of which has arguments of its own
+            (submit/job_script.py).
     """
 
     record: str = ""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from manygpus.config.command_line import own_program
 from manygpus.errors import UserError, print_line, print_table
 from manygpus.files import check_writable, replacing
 from manygpus.jobs import job_log, local_job, slurm
@@ -305,7 +306,7 @@ def _doubt(handle: Handle) -> str:
 
 def command_to_resume(folder: Path) -> str:
     """Return the command line of this program, with --out."""
-    command = [sys.executable, str(Path(sys.argv[0]).absolute())]
+    command = own_program()
     # A plain script may have an --out, too.
     own_words, _ = submission.split(sys.argv[1:])
     if "--out" not in own_words:

@@ -1,10 +1,10 @@
 """A sweep: what its runs share, and its folder, from which it resumes after a break.
 
 Each run is a line in the sweep's `commands.txt`: its name, and the words that name its script. The runs that
-ask Slurm for the same nodes and GPUs are one array, whose task N does line N (job_script.py). Each run has a
-folder, with its CSV and links to its job's folder and log. Whether a run has finished is told by its CSV, or
-for a plain script by its job's outcome. The same command again sends what has not finished and is not in
-Slurm's queue.
+ask Slurm for the same nodes and GPUs are one array, whose task N does line N (submit/job_script.py). Each run
+has a folder, with its CSV and links to its job's folder and log. Whether a run has finished is told by its
+CSV, or for a plain script by its job's outcome. The same command again sends what has not finished and is not
+in Slurm's queue.
 
 Without Slurm the runs are processes of this machine, one after the other. execution.py does both. This
 module checks only numbers, so that hundreds of runs are checked at once; only the jobs load PyTorch.

@@ -1,9 +1,9 @@
 """The state of a submitted job, and why it failed.
 
-It is read from Slurm (`squeue`, which needs no accounting) and from the outcome that the job keeps
-in its folder at its end (in_job.py); for local processes, from the ranks' notes there, and from their logs
-(failure_reason.py). submitit's own result files are not used (job_task.py), nor its answer to whether a job
-is done: for that it asks `sacct`, which many clusters do not have.
+It is read from Slurm (`squeue`, which needs no accounting) and from the outcome that the job keeps in its
+folder at its end (inside/in_job.py); for local processes, from the ranks' notes there, and from their logs
+(inside/failure_reason.py). submitit's own result files are not used (inside/job_task.py), nor its answer to
+whether a job is done: for that it asks `sacct`, which many clusters do not have.
 """
 
 import math

@@ -162,7 +162,7 @@ def _model_of(answer: Answer) -> Scaling:
 
 
 class AnswerText:
-    """An `advice.Answer` in words, in the units of its devices.
+    """An `choice.Answer` in words, in the units of its devices.
 
     Args:
         rows: of the chosen set.

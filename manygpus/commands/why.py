@@ -1,0 +1,16 @@
+"""Tell why a job failed, with the end of its log.
+
+Try: manygpus why 17
+"""
+
+from manygpus.commands.jobs import show
+from manygpus.config.command_line import Parser
+from manygpus.errors import entrypoint
+from manygpus.jobs.site import read_site
+
+
+@entrypoint
+def main() -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("job", metavar="JOB", help="its number, as squeue and `manygpus jobs` show it")
+    show(read_site(), parser.parse_args().job)
