@@ -26,8 +26,9 @@ BY_LOSSES = "ReduceLROnPlateau"
 # Rates of a schedule that are all named; of longer trainings only those that tell them apart.
 MOST_RATES = 4
 
-# The names of arguments in which repeats differ: which repeat it is, and where its files are.
-OF_A_REPEAT = re.compile(r"(\w+_)?seed|resume\w*|run_(id|name)|out(put)?|\w*dir|(\w+_)?folder")
+# The names of arguments in which repeats differ: which repeat it is, where its files are, and how far it
+# trains, as one that is resumed with more epochs than it had.
+OF_A_REPEAT = re.compile(r"(\w+_)?(seed|folder)|((num|max)_)?epochs|resume\w*|run_(id|name)|out(put)?|\w*dir")
 # Characters of an argument's value; what is longer, such as a list of files, is named by its digest.
 LONGEST_VALUE = 60
 

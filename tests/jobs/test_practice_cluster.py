@@ -194,7 +194,7 @@ def test_communication_takes_as_long_as_the_network_lets_it(cluster: RunningClus
     checkout = tmp_path / "a checkout"
     copy_project(checkout)
     (checkout / ".venv").symlink_to(sys.prefix)
-    checkup = checkout / "manygpus" / "doctor" / "checkup_torch.py"
+    checkup = checkout / "manygpus" / "jobs" / "doctor" / "checkup_torch.py"
     checkup.write_text(checkup.read_text().replace("SLOW_SECONDS = 1.0", "SLOW_SECONDS = 0.05"))
     with running_cluster("--bandwidth", "100mbit", gpus=1) as slow:
         status = run_program("status", "--name", slow.name).stdout

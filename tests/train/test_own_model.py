@@ -165,7 +165,7 @@ def main():"""
 def own_training(task: tuple[str, str, str]) -> str:
     loss, classes, targets = task
     changes = {
-        "from manygpus.network.model import Net\n": "from manygpus.data.datasets import InMemoryDataset\n",
+        "    Net,\n": "    InMemoryDataset,\n",
         "\n\n@entrypoint\ndef main() -> None:": NETWORK.replace("CLASSES", classes).replace(
             "TARGETS", targets
         ),
@@ -350,7 +350,7 @@ def test_an_optimizer_whose_state_is_split_over_the_ranks(script: Script, tmp_pa
         losses.append([row["value"] for row in records.read_metrics(path) if row["metric"] == "critic_loss"])
     assert len(losses[0]) == 2 and losses[0] == losses[1] == losses[2]
     assert list((tmp_path / "saved").glob("*.pt"))
-    sharded = "__import__('manygpus.checkpoint.sharded').training.sharded.Sharded(second, other)"
+    sharded = "__import__('manygpus.checkpoint.sharded').checkpoint.sharded.Sharded(second, other)"
     own.write_text(text.replace(whole, zero).replace("    run.resume()", f"    {sharded}\n    run.resume()"))
     told = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
     assert "error on rank 0: Sharded cannot save a ZeroRedundancyOptimizer" in told
