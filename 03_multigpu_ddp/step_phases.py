@@ -72,7 +72,8 @@ def as_text(facts: dict[str, object], seconds: dict[str, torch.Tensor], step: to
     """Format a table of the phases, and compare their sum with the whole step.
 
     Args:
-        seconds: by phase, (ranks, repeats); `step`: those of the whole step, (ranks, repeats).
+        seconds: the seconds of each phase, (ranks, repeats).
+        step: the seconds of the whole step, (ranks, repeats).
     """
     seconds_by_rank = {phase: _milliseconds(values) for phase, values in seconds.items()}
     whole, total = _milliseconds(step).mean(), sum(values.mean() for values in seconds_by_rank.values())
@@ -102,7 +103,7 @@ def write(path: Path, facts: dict[str, object], hosts: list[str], seconds: dict[
     Args:
         facts: the columns that are the same in all lines.
         hosts: the node of each rank.
-        seconds: by phase, (ranks, repeats).
+        seconds: the seconds of each phase, (ranks, repeats).
 
     Raises:
         UserError: if the file cannot be written.

@@ -48,7 +48,7 @@ def prepare(folder: Path, plain: bool) -> None:
     """Make a job's folder ready for a start: without the notes of earlier ones.
 
     Args:
-        folder: the job's own.
+        folder: the job's folder.
         plain: whether its script does not use the kit.
 
     Raises:
@@ -186,16 +186,16 @@ class Script:
     """What a job runs.
 
     Attributes:
-        path: of the script, absolute.
-        arguments: those that its user has given.
-        commit: of the git repository that the script is in, with "-dirty" if that has changes; "" if it is
-            in none.
+        path: the script's path, absolute.
+        arguments: the arguments that its user has given.
+        commit: the commit of the git repository that the script is in, with "-dirty" if that has changes; ""
+            if it is in none.
         repository: the top folder of that repository; "" if it is in none.
         module: its name, if it is started as a module (`python -m`).
         python: the Python that runs it; "" for that of the job.
         array_element: what Slurm calls the job if it is one of an array, such as 17_2; else "".
-        run_name: that of its run in a sweep; "" if it is of none.
-        job_name: of the job in Slurm; "" without Slurm.
+        run_name: the name of its run in a sweep; "" if it is of none.
+        job_name: the job's name in Slurm; "" without Slurm.
         log: the path of the job's log; "" if it is not known.
         when_requeued: the words of --when-requeued (jobs/user_program.py); None if its user has given none.
     """
@@ -244,11 +244,11 @@ class Outcome:
     """How a start of a job has ended.
 
     Attributes:
-        restart: which start it was; 0 for the first.
-        exit_code: that of the job script.
+        restart: the number of the start; 0 for the first.
+        exit_code: the exit code of the job script.
         why: why it failed, the first reason first; empty if it did not, or if it was ended from outside.
         failed_rank: the rank that failed first, if it is known.
-        saved: where it saved before a signal stopped it, if one did.
+        saved: the path where it saved before a signal stopped it, if one did.
         requeued: whether it has gone back to the queue.
         seconds: how long it ran; as it is kept, with all starts before.
         said: the last lines of its log.

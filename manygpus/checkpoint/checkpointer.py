@@ -115,9 +115,9 @@ class Checkpointer:
             list or a dictionary that the loop changes in place: of a name that it binds anew, the first
             object would be saved. They are the same on all ranks, or rank 0's count. Of a network that is
             split over the ranks, `Sharded(model, optimizer)` is one part in place of both.
-        folder: by default `checkpoints` in the job's own folder; by hand in the one you are in. All ranks
-            share it: each reads the checkpoint itself.
-        every_steps, every_minutes: when `step` saves: whichever comes first.
+        folder: where the checkpoints are: by default `checkpoints` in the job's own folder; by hand in the
+            one you are in. All ranks share it: each reads the checkpoint itself.
+        every_steps, every_minutes: the steps and the minutes after which `step` saves: whichever comes first.
         settings: what else makes another training, by name, such as {"batch size": 64}: a checkpoint that was
             made with others is refused. Paths count by their texts. The kinds of network, optimizer and
             lr_scheduler are compared anyway, and the number of ranks.

@@ -31,8 +31,8 @@ def save(what: str, state: dict[str, object], path: Path, advice: str, check: bo
     """Write `state` to `path`: after a kill or on a full disk `path` has what it had before.
 
     Args:
-        what: is written, for the error: "the checkpoint".
-        advice: for the error: what to do then.
+        what: what is written, for the error: "the checkpoint".
+        advice: what to do after the error, for its text.
         check: refuse what `load_verified` would not load again.
 
     Raises:
@@ -178,7 +178,7 @@ def storable(value: object, place: str) -> object:
     can run a program.
 
     Args:
-        place: where it is, for the error: "settings['data']".
+        place: where the value is, for the error: "settings['data']".
 
     Raises:
         UserError: "<place> is a <type>, ...", if it could not be loaded again.

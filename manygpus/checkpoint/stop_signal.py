@@ -18,7 +18,7 @@ class Agreement:
     Every rank creates one, calls `is_due` after each step, and `ask` when it is due.
 
     Args:
-        device: that the rank trains on, and whose steps have to be done at a meeting.
+        device: the device that the rank trains on, and whose steps have to be done at a meeting.
     """
 
     def __init__(self, device: torch.device) -> None:

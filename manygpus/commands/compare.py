@@ -236,8 +236,8 @@ def share_batch_size(gpus: int, batch_size: int | None, train_size: int | None) 
     """Return the batch size per GPU: the next one that divides evenly among all numbers of GPUs.
 
     Args:
-        gpus: of the largest runs.
-        batch_size: that was asked for, or None.
+        gpus: the number of GPUs of the largest runs.
+        batch_size: the batch size that was asked for, or None.
         train_size: images of an epoch, if they were given.
 
     Raises:

@@ -88,7 +88,7 @@ def train_loader(
 
     Args:
         transform: changes each batch.
-        dataloader_arguments: for torch's DataLoader, which reads a Dataset, such as a `collate_fn`.
+        dataloader_arguments: arguments of torch's DataLoader, which reads a Dataset, such as a `collate_fn`.
 
     Raises:
         UserError: if the global batch does not divide evenly or exceeds the data set, a Dataset

@@ -102,8 +102,8 @@ def error_of(rank: int | None, logs: Mapping[int, Sequence[str]], ranks: int) ->
     """Return the error by which a rank has ended; "" if none is known.
 
     Args:
-        rank: None for the torchrun that started the ranks.
-        logs: the lines of each.
+        rank: the rank's number; None for the torchrun that started the ranks.
+        logs: the lines of each log.
         ranks: how many there are in all.
     """
     has_its_own = rank in logs and (len(logs) > 1 or ranks <= 1)
@@ -135,7 +135,7 @@ def last_line(lines: Sequence[str], said: Sequence[str] = ()) -> str:
     """Return the last line that the script has printed; "" if it has printed none.
 
     Args:
-        lines: of its log.
+        lines: the lines of its log.
         said: the lines that the kit has added at the end, besides those with its own first word.
     """
     for line in reversed(lines):

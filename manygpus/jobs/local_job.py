@@ -34,10 +34,11 @@ def variables(
     """Return the environment of a job's processes on this machine, as slurm/job_env.sh prepares it on a node.
 
     Args:
-        folder: of the job; for the logs, checkpoints and notes.
+        folder: the job's folder, for the logs, checkpoints and notes.
         ranks: the number of processes. Those on CPUs get equal shares of the cores.
-        gpus: of the whole job, all visible to every rank: the first of those that the user has chosen.
-        threads: of each rank (default: OMP_NUM_THREADS, else an equal share of the cores).
+        gpus: the number of GPUs of the whole job, all visible to every rank: the first of those that the user
+            has chosen.
+        threads: the threads of each rank (default: OMP_NUM_THREADS, else an equal share of the cores).
     """
     if threads is None:
         share = max(len(os.sched_getaffinity(0)) // ranks, 1)

@@ -58,10 +58,10 @@ class Site(NamedTuple):
 
     Attributes:
         sbatch: the SBATCH_* variables, including this shell's.
-        jobs_dir: it has a folder for each job.
+        jobs_dir: the folder that has one for each job.
         option_templates: SITE_GPUS, SITE_CPUS and SITE_MEM, which submit/slurm_options.py explains.
         monitor: whether jobs are sampled.
-        names: of the SITE_* variables that slurm/site.sh sets; those with a default are among them.
+        names: the names of the SITE_* variables that slurm/site.sh sets; those with a default are among them.
     """
 
     sbatch: dict[str, str]

@@ -118,7 +118,7 @@ class JobStatus:
     """What Slurm says of a job.
 
     Attributes:
-        state: in Slurm's word, such as RUNNING; or `UNKNOWN` or `GONE`.
+        state: the job's state, in Slurm's word, such as RUNNING; or `UNKNOWN` or `GONE`.
         reason: why it waits, in Slurm's word, such as Priority; of an `UNKNOWN` job, Slurm's message; of a
             job that may start in one of several partitions, with their names, such as Priority_(short,long).
         restarts: how often it has come back to the queue.

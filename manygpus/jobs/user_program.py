@@ -50,7 +50,8 @@ class Program:
 
     Attributes:
         path: its file. For a module that is not found from `user_folder`, it is that folder.
-        user_folder: where its user stands. Modules are found from there, wherever the program itself starts.
+        user_folder: the folder that its user is in. Modules are found from there, wherever the program itself
+            starts.
         module: the name of the module, or "".
         python: the Python that runs it, or with which it is surrounded; None for that of the job.
         when_requeued: more arguments, for every start but the first (`newest`); None if the job is to come
@@ -112,7 +113,7 @@ class Program:
 
         Args:
             restarts: how often the job has come back from the queue.
-            arguments: those that its user has given.
+            arguments: the arguments that its user has given.
             folder: the job's own, which stands for {folder}; None outside of a job.
         """
         added = newest(self.added_to(folder) or ()) if restarts else []
@@ -254,8 +255,8 @@ def from_options(own_options: argparse.Namespace, folders: Sequence[Path]) -> Pr
     """Return the program of a command line with `add_options` and --plain.
 
     Args:
-        own_options: of that command line.
-        folders: where its file is looked for; modules in the first one only.
+        own_options: the options of that command line.
+        folders: the folders in which its file is looked for; modules in the first one only.
 
     Raises:
         UserError: if it is not there or cannot be started.

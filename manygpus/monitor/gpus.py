@@ -35,7 +35,7 @@ class Gpus:
     If no scheduler gave the job its GPUs, they are those on which a rank has been seen.
 
     Args:
-        tell: is called with a sentence for each missing reading, in each sample.
+        tell: the function that is called with a sentence for each missing reading, in each sample.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:

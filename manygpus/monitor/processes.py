@@ -62,7 +62,7 @@ class Process:
         rank: the rank that its environment names.
         by_torchrun: whether torchrun has started it.
         parent: the number of the process that has started it.
-        started: seconds since 1970.
+        started: when it was started, in seconds since 1970.
         state: its state in /proc, such as R.
         core_list: the cores that it may use.
         resident_bytes: its bytes in memory.

@@ -74,7 +74,8 @@ class Verdict:
         energy_kwh: the energy of all GPUs of the job; NaN if it is unknown.
         records: the CSVs of its trainings.
         notes: what the monitor could not see, in its sentences.
-        is_gpu_power_unknown: whether it is, so that gaps between kernels do not show.
+        is_gpu_power_unknown: whether the power of the GPUs is unknown, so that gaps between kernels do not
+            show.
         too_much: the resources of which less would have been enough.
         last_ranks: the ranks of the last samples.
         is_plain: whether the script of the job does not use the kit, and has none of its options.

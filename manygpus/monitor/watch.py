@@ -79,7 +79,7 @@ def sample_job_here(folder: Path, name: str, has_ended: Callable[[], bool]) -> N
     """Sample a job on this machine, called `name`, until it has ended, and print the verdict.
 
     Args:
-        folder: where the samples are written, in the folder of the job.
+        folder: the folder for the samples, in that of the job.
         has_ended: a function that says whether the job has ended.
     """
     _leave_signals_to_the_ranks()
@@ -107,7 +107,7 @@ def sample_slurm_job(folder: Path, job: str | None) -> None:
     lines. So the verdict is printed some seconds after the signal, if the job has not ended by then.
 
     Args:
-        folder: where the samples are written.
+        folder: the folder for the samples.
         job: the folder of the job; None outside of one.
 
     Raises:

@@ -62,9 +62,9 @@ class Column:
         role: what it says of a run.
         words: its name in a sentence.
         label: how a value reads in a label.
-        default: that of the option that sets it, and the value for a training that does not know its own,
-            or whose file is older than the column; it goes without saying in a label. None: every training
-            knows it, and every file has it.
+        default: the default of the option that sets it, and the value for a training that does not know its
+            own, or whose file is older than the column; it goes without saying in a label. None: every
+            training knows it, and every file has it.
         unlabelled: the value that goes without saying in a label, if that is not the default.
         determined_by: the columns that determine it. A label leaves it out if they do, and if the first of
             them differs between two runs, that explains why this one differs.

@@ -63,7 +63,7 @@ def curves(row: dict[str, object], metrics: Iterable[dict[str, object]]) -> dict
     """Return the numbers of an epoch: columns by their names, and metrics as `metric/of`; those known.
 
     Args:
-        row: of the record.
+        row: the epoch's row of the record.
         metrics: the rows of the same epoch, with the columns of `METRIC_COLUMNS`.
     """
     numbers = {name: row[name] for name in CURVES}
@@ -112,7 +112,7 @@ class WandbLogger:
 
     Args:
         project: its name in W&B.
-        folder: where W&B makes its folder `wandb`; by default WANDB_DIR, or the current folder.
+        folder: the folder in which W&B makes its own, `wandb`; by default WANDB_DIR, or the current folder.
 
     Raises:
         UserError: if W&B is not installed.

@@ -65,8 +65,8 @@ class RecordWriter:
         folder: `<results_dir>/runs`, created if it is not there; None writes nothing, as in a dry run.
         facts: columns that the training knows at its start. For others their `Column.default` counts.
         loggers: what else gets each epoch, as loggers.py says; nothing without a folder.
-        unit, per_sample: in which a speed is told, and how many of it a sample has; another unit than images
-            makes the speed in it a metric, as `speed_unit` reads it.
+        unit, per_sample: the unit in which a speed is told, and how many of it a sample has; another unit
+            than images makes the speed in it a metric, as `speed_unit` reads it.
 
     Raises:
         UserError: if the folder cannot be written to, or a fact could not be read back: before the training,
@@ -316,8 +316,8 @@ def speed_unit(rows: Iterable[Row], metrics: Iterable[Row]) -> tuple[str, float]
     """Return the unit of a start's speeds, and how many of it a sample has.
 
     Args:
-        rows: of the start.
-        metrics: of the same, as `read_metrics` returns them.
+        rows: the rows of the start.
+        metrics: the metrics of the start, as `read_metrics` returns them.
     """
     images_per_s = {row["epoch"]: row["images_per_s"] for row in rows}
     for metric in metrics:
@@ -418,7 +418,7 @@ def join(starts: dict[str, list[Row]]) -> dict[str, list[Row]]:
     runs, which share their first epochs.
 
     Args:
-        starts: the rows of each, by `run_id`, in the order of their epochs.
+        starts: the rows of each start, by `run_id`, in the order of their epochs.
 
     Returns:
         The same rows with the run's `run_id`, and their own in `start`. Of epochs that two runs share, those

@@ -60,7 +60,7 @@ def draw(table: pd.DataFrame, rows: pd.DataFrame, out: Path) -> list[str]:
     """Write the figures that the runs support into `out`, and return their names.
 
     Args:
-        table: from `comparison.compare`.
+        table: what `comparison.compare` returns.
         rows: the epochs it was made of, from `comparison.load`.
         out: an existing folder. A figure of an earlier call that these runs do not support is removed.
 

@@ -40,10 +40,10 @@ def print_epoch(row: Row, rank_rows: list[Row], epochs: int, unit: str, per_samp
     """Print the line of an epoch, and past the first one which rank holds up the others.
 
     Args:
-        row: of the record.
+        row: the epoch's row of the record.
         rank_rows: the rows of its devices.
         epochs: the number planned.
-        unit, per_sample: of the printed speed, and how many of it a sample has.
+        unit, per_sample: the unit of the printed speed, and how many of it a sample has.
     """
     speed = row["images_per_s"] * per_sample
     text = f"epoch {row['epoch']}/{epochs}: train loss {row['train_loss']:.4f}, "

@@ -45,19 +45,20 @@ class Recorder:
 
     Args:
         name: the training's name in the record.
-        model, optimizer: on the device that they train on, wrapped or not.
+        model, optimizer: the network and its optimizer, on the device that they train on, wrapped or not.
         batch_size: the global batch size: samples per optimizer step of all ranks together.
         epochs: the number planned.
         dataset: its name.
         settings: other settings that identify the training, such as {"hidden": 256}.
-        precision: such as "bf16", if the layers do not compute in the type of the weights.
-        lr_scheduler: for the record; without it the rates tell two schedules apart.
-        weights_differ: between the ranks, rightly, as in local SGD or in a pipeline. Otherwise the training
-            ends after the first epoch if each rank has trained by itself, or all with the same samples.
+        precision: the type that the layers compute in, such as "bf16", if it is not that of the weights.
+        lr_scheduler: the training's scheduler, for the record; without it the rates tell two schedules apart.
+        weights_differ: whether the weights rightly differ between the ranks, as in local SGD or in a
+            pipeline. Otherwise the training ends after the first epoch if each rank has trained by itself, or
+            all with the same samples.
         loggers: what gets each epoch besides the record, such as TensorBoardLogger.
-        unit: in which the speed is told, such as "graphs"; by default `samples` are images.
+        unit: the unit in which the speed is told, such as "graphs"; by default `samples` are images.
         per_sample: units in a sample, such as the tokens in a window.
-        results_dir: by default that of the job, or `results` in this checkout.
+        results_dir: the folder of results; by default that of the job, or `results` in this checkout.
 
     Raises:
         UserError: if several processes have no process group, a setting cannot be recorded, or the results
@@ -128,9 +129,9 @@ class Recorder:
         """Write the row of the next epoch, from each rank's own numbers.
 
         Args:
-            samples: that this rank trained on; the record has the sum over all ranks.
-            seconds: that it took, by a clock that waited for the GPU; the slowest rank counts.
-            loss: its mean loss per sample; the record has the mean over the samples of all ranks.
+            samples: how many samples this rank trained on; the record has the sum over all ranks.
+            seconds: how long it took, by a clock that waited for the GPU; the slowest rank counts.
+            loss: this rank's mean loss per sample; the record has the mean over the samples of all ranks.
             metrics: `test_samples`, `test_seconds`, `test_loss` and `accuracy` (%) of its shard of the test
                 become columns. Others, means over its samples, go to `<run_id>.metrics.tsv`.
 

@@ -66,8 +66,9 @@ def rows_of_ranks(epoch: int, device: torch.device, own_seconds: float, data_sec
     """Return the row of each device of every rank, with the columns of `RANK_COLUMNS`; every rank calls it.
 
     Args:
-        own_seconds: that this rank worked by itself in the epoch, without waiting for others; NaN if unknown.
-        data_seconds: that it waited for its batches; NaN if unknown.
+        own_seconds: how long this rank worked by itself in the epoch, without waiting for others; NaN if
+            unknown.
+        data_seconds: how long this rank waited for its batches; NaN if unknown.
     """
     rows = [
         {

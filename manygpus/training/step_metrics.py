@@ -13,8 +13,9 @@ class StepMetrics:
     They stay on the device until the epoch ends: reading one makes the CPU wait for the GPU.
 
     Args:
-        steps: of the epoch.
-        earlier: those of the steps that an earlier process has made, (steps done,) of each name, or no steps.
+        steps: how many steps the epoch has.
+        earlier: the numbers of the steps that an earlier process has made, (steps done,) of each name, or no
+            steps.
     """
 
     def __init__(self, steps: int, earlier: dict[str, torch.Tensor], device: torch.device) -> None:

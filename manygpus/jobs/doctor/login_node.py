@@ -136,8 +136,8 @@ def check_program(program: Program, arguments: Sequence[str]) -> ScriptCheck:
     """Check that what a script imports is in its environment, and that PyTorch is there for the GPUs.
 
     Args:
-        program: what --plain names.
-        arguments: of the script, for modules of its own that read them.
+        program: the program that --plain names.
+        arguments: the script's arguments, for modules of its own that read them.
     """
     python = str(program.python or "python")
     # A program that is no Python code may start anything.

@@ -57,7 +57,7 @@ class Evidence:
     """What is known about a job that has failed.
 
     Args:
-        folder: the job's own.
+        folder: the job's folder.
         logs: the last lines of its logs, from this start, by rank: those of job_log.py.
         launcher: what started the ranks: srun, torchrun, or "" on this machine without Slurm.
         log: the log of rank 0. If it is one of submitit's, each rank has its own beside it.

@@ -37,8 +37,8 @@ class Input:
     """What the job script says (`in_job` in slurm/job_env.sh).
 
     Attributes:
-        values: by name; "" also stands for no, and anything else for yes.
-        variables: of its shell: those of Slurm and of the site, exported or not.
+        values: what it says, by name; "" also stands for no, and anything else for yes.
+        variables: the variables of its shell: those of Slurm and of the site, exported or not.
         words: the script, and its arguments.
         logs: the end of what is printed.
     """

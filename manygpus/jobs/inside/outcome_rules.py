@@ -51,8 +51,8 @@ class JobEnd:
         code: its exit code so far.
         from_outside: whether it was sent SIGTERM or SIGHUP. scancel and the time limit send it to the job
             script; preemption sends it to the ranks only.
-        seconds: since its start.
-        restart: which start it is; 0 for the first.
+        seconds: the seconds since its start.
+        restart: the number of the start; 0 for the first.
         refusal: why Slurm has refused to put the job back into the queue; "" if it did not refuse; None if
             it was not asked.
         most_restarts: how often a job that has saved may go back, on this site.
@@ -122,10 +122,10 @@ def end(facts: SlurmFacts, folder: Path, ending: JobEnd, evidence: Evidence) -> 
     """Return how this start of a job has ended, and what its log is to say of it.
 
     Args:
-        facts: by Slurm.
-        folder: the job's own.
-        ending: by the job script.
-        evidence: by the ranks and by what their launcher has printed.
+        facts: what Slurm says of the job.
+        folder: the job's folder.
+        ending: what the job script knows of its end.
+        evidence: what the ranks have left, and what their launcher has printed.
     """
     if ending.code == 0 and evidence.node_failed:  # Slurm itself puts the job back into the queue
         ending = replace(ending, code=1, from_outside=True)

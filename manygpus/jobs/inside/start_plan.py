@@ -47,18 +47,18 @@ class JobStart:
 
     Attributes:
         record: what `scontrol --oneliner show job` says of it; "" if it does not answer.
-        variables: of its shell, those of Slurm and of the site that count here.
+        variables: the variables of its shell, those of Slurm and of the site that count here.
         set_aside: options of srun in its shell, which srun does not get so far. Some may be left from another
             job that has sent this one. What the site itself sets is not among them.
         exported: the names of all variables that its processes would get.
         first_node: its name in Slurm; "" if it is unknown.
         first_node_record: what `scontrol --oneliner show node` says of that.
-        addresses: of the node that this is asked on.
+        addresses: the addresses of the node that this is asked on.
         signal_lines: the lines of the job script that begin with `#SBATCH --signal=`.
-        gpu_names: one in each line, as nvidia-smi prints them.
-        version: of the code in `repository`; "" if git does not know it.
+        gpu_names: the names of the GPUs, one in each line, as nvidia-smi prints them.
+        version: the version of the code in `repository`; "" if git does not know it.
         repository: this checkout.
-        folder: the job's own.
+        folder: the job's folder.
         program: its script, where that does not use the kit.
         array_of_runs: whether it is of a sweep, each task of which has arguments of its own
             (submit/job_script.py).
@@ -364,7 +364,7 @@ def begin(job: JobStart, resolve: Callable[[str], str | None], monitored: bool) 
 
     Args:
         job: what is known of it.
-        resolve: as for `decide`.
+        resolve: returns the address that a name has on this node; None if it has none.
         monitored: whether its nodes are sampled.
 
     Raises:

@@ -46,9 +46,9 @@ def of_tasks(
     """Return the job script of an array whose task N does line N of the commands in the folder of a sweep.
 
     Args:
-        request: for any of the runs, as all ask Slurm for the same; `working_dir` says whether each run
-            starts in its own folder.
-        folder: of the sweep.
+        request: the request of any of the runs, as all ask Slurm for the same; `working_dir` says whether
+            each run starts in its own folder.
+        folder: the sweep's folder.
         tasks: the numbers of the lines, from 1 on.
         most_at_a_time: how many of the tasks may run at a time.
         after: the numbers of arrays that have to end before.

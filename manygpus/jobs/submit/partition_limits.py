@@ -16,8 +16,8 @@ class Excess(NamedTuple):
     """What a job asks for beyond a limit of its partition.
 
     Attributes:
-        reason: for which it would wait forever, in Slurm's word.
-        limit: in words, such as "debug allows 15 minutes, not 30".
+        reason: why it would wait forever, in Slurm's word.
+        limit: the limit in words, such as "debug allows 15 minutes, not 30".
         lifted_by: the flag of a QOS whose jobs need not keep to it (man sacctmgr); "" if there is none.
     """
 
@@ -30,10 +30,10 @@ class _Most(NamedTuple):
     """The most of something that a partition allows.
 
     Attributes:
-        field: of `scontrol show partition`.
-        option: of sbatch, which asks for it.
+        field: the field of `scontrol show partition` that has it.
+        option: the option of sbatch that asks for it.
         number: returns what either of them says as a number of `unit`; None if it is none, as UNLIMITED.
-        reason, lifted_by: as of an `Excess`.
+        reason, lifted_by: those of the `Excess` beyond it.
     """
 
     field: str

@@ -24,12 +24,12 @@ class Request:
         arguments: options of the stage script.
         folder: a new one (`new_folder`), for submitit's files and the logs.
         minutes: the time limit; it overrides the site's SBATCH_TIMELIMIT.
-        partition: it overrides the site's SBATCH_PARTITION.
+        partition: the partition's name; it overrides the site's SBATCH_PARTITION.
         passed_on: options of sbatch and their values (`PASSED_ON`); they override the site's.
         why_here: why it runs on this machine, in words; "" if it goes to Slurm.
-        threads: of each process on this machine (`local.variables`).
-        working_dir: where it starts; None for the folder that it is sent from.
-        run_name: in a sweep, what it is called there.
+        threads: the threads of each process on this machine (`local_job.variables`).
+        working_dir: the folder that it starts in; None for the one that it is sent from.
+        run_name: the name of its run in a sweep.
     """
 
     stage: Stage

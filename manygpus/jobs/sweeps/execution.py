@@ -208,7 +208,7 @@ class Watch:
     """Prints how the jobs of a sweep are doing until they have ended.
 
     Attributes:
-        ended: how many of the `total` runs have.
+        ended: how many of the `total` runs have ended.
         failed: the names of those that failed.
         printed: lines about jobs that go on, which are printed once.
     """

@@ -22,7 +22,7 @@ class PlannedRun:
         batch_size: the global one; None for a plain script that is given none.
         num_workers: loader processes of each process; None for the resident loader.
         train_size: images per epoch; None for all.
-        repeat: from 1 on.
+        repeat: the number of the repeat, from 1 on.
         settings: what it varies besides (--vary).
     """
 

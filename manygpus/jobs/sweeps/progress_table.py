@@ -29,7 +29,7 @@ class Ended:
 
     Attributes:
         seconds: how long it took; None if that is not known.
-        exit_code: None if it is not known, as of a job that was killed with its node.
+        exit_code: its exit code; None if that is not known, as of a job that was killed with its node.
         last_line: the last one that the script itself has printed, on rank 0 or on the rank that failed.
     """
 

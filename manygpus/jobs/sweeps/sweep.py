@@ -39,8 +39,8 @@ class Sweep:
     """What all runs share, and their folder, which holds the sweep's whole state: CSV and job of each.
 
     Attributes:
-        arguments: for every run, with names in braces (varied_options.py).
-        opts: what they mean at this `site`.
+        arguments: the arguments of every run, with names in braces (varied_options.py).
+        opts: the options as they count at this `site`.
         minutes: the time limit of a run.
         why_here: why the runs are on this machine; "" if they go to Slurm.
         gpus_here: the GPUs of this machine that they may use.

@@ -121,7 +121,8 @@ def filled(
     """Return the arguments of a run.
 
     Args:
-        arguments: of all runs, with names in braces. A name alone, with an empty value, is left out.
+        arguments: the arguments of all runs, with names in braces. A name alone, with an empty value, is left
+            out.
         settings: what the run varies; one that has no place in the arguments is added behind them.
         known: what stands for the other names.
     """

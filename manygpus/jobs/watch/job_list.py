@@ -33,9 +33,9 @@ class JobRow:
     """A row of the list.
 
     Attributes:
-        number: of the job, as squeue and scancel take it; on this machine without Slurm, of the process that
-            controls its ranks.
-        name: of the job in Slurm.
+        number: the job's number, as squeue and scancel take it; on this machine without Slurm, that of the
+            process that controls its ranks.
+        name: the job's name in Slurm.
         script: what it runs, with the name of its folder; in a sweep the name of its run, as the arguments of
             its runs may begin alike.
         state: queued, running, done, stopped (it has saved, and does not come back by itself), failed, or
@@ -43,7 +43,7 @@ class JobRow:
         seconds: how long it ran, over all its starts; None if that is not known.
         restarts: how often it has come back from the queue.
         note: why it waits or has failed, else the first finding of the verdict.
-        words: in which `matches` looks: the paths of its script and its folder, and its arguments.
+        words: what `matches` looks in besides: the paths of its script and its folder, and its arguments.
         log: the path of its log; "" if that is not known.
     """
 
@@ -93,9 +93,9 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     """Return the row of a job of Slurm that has begun.
 
     Args:
-        number: of the job, by which its folder is called.
-        folder: its own.
-        outcome: of its last start; None if it has left none.
+        number: the job's number, by which its folder is called.
+        folder: the job's folder.
+        outcome: how its last start has ended; None if it has left no outcome.
         status: what Slurm says of it; None if it was not asked.
     """
     state_in_slurm = status.state if status else slurm.GONE
@@ -216,8 +216,8 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[JobRow]:
     """Return the jobs of this user that wait or begin just now, and were sent from this checkout.
 
     Args:
-        jobs_dir: where each job that has begun has its folder.
-        begun: the numbers of those.
+        jobs_dir: the folder in which each job that has begun has its own.
+        begun: the numbers of the jobs that have begun.
     """
     waiting = []
     for line in slurm.queue("%A|%i|%T|%r|%Z|%o|%j"):

@@ -49,7 +49,8 @@ class State(NamedTuple):
 
     Attributes:
         name: queued, running, done, failed, or unknown while Slurm does not answer.
-        detail: for the user: why it waits, the last line of progress, where the results are, or the error.
+        detail: what the user is shown: why it waits, the last line of progress, where the results are, or the
+            error.
         reason: why it is queued, in Slurm's own word.
     """
 
@@ -105,8 +106,8 @@ class Handle:
         tasks: how many processes it has.
         log: the output of rank 0 and of the job script. The other ranks' logs and submitit's files are next
             to it.
-        folder: the job's own (manygpus.job_folder).
-        results: where its CSV will be; None for a plain script, most of which write none.
+        folder: the job's folder (manygpus.job_folder).
+        results: the path that its CSV will have; None for a plain script, most of which write none.
     """
 
     job_id: str
@@ -163,12 +164,12 @@ class SlurmHandle(Handle):
     """A job of Slurm, and what Slurm has said of it at last.
 
     Attributes:
-        status: what it has said.
-        asked_at: when it was asked, by the monotonic clock, in seconds; so are the other times.
-        answered_at: when it answered.
-        seen: what was in the job's folder when it was asked.
-        ended_at: when it called a job ended that has not left its outcome.
-        never_starts_since: since when it has given a reason for which the job would wait forever.
+        status: what Slurm has said.
+        asked_at: when Slurm was asked, by the monotonic clock, in seconds; so are the other times.
+        answered_at: when Slurm answered.
+        seen: what was in the job's folder when Slurm was asked.
+        ended_at: when Slurm called the job ended, if the job has not left its outcome.
+        never_starts_since: since when Slurm has given a reason for which the job would wait forever.
     """
 
     status: JobStatus = JobStatus(UNKNOWN)
@@ -345,11 +346,11 @@ class LocalHandle(Handle):
     """Processes on this machine; the job's number is that of the process that controls them.
 
     Attributes:
-        has_ended: returns whether that process has. /proc would not show it for a child that has only just
-            started.
-        monitor: the job's, which then has some seconds for its verdict.
-        failed_at: when a rank had failed, by the monotonic clock, in seconds.
-        most_ranks: how many there were at any time.
+        has_ended: returns whether that process has ended. /proc would not show it for a child that has only
+            just started.
+        monitor: the job's monitor, which then has some seconds for its verdict.
+        failed_at: the time by which a rank had failed, by the monotonic clock, in seconds.
+        most_ranks: the most ranks that there were at any time.
     """
 
     has_ended: Callable[[], bool]

@@ -165,8 +165,8 @@ class AnswerText:
     """An `choice.Answer` in words, in the units of its devices.
 
     Args:
-        rows: of the chosen set.
-        price: of a device-hour; without it no cost is given.
+        rows: the rows of the chosen set.
+        price: the price of a device-hour; without it no cost is given.
     """
 
     def __init__(self, answer: Answer, rows: pd.DataFrame, price: float | None = None) -> None:

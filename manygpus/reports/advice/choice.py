@@ -75,7 +75,7 @@ class Option:
 
     Args:
         basis: "measured", "predicted", or "predicted: " and what of it was never observed.
-        runs: that measured it.
+        runs: the runs that measured it.
         efficiency: speedup over one device, divided by the devices; NaN if unknown.
         efficiency_at: what is equal on the one device: "global batch" or "batch per device".
         seconds: start, training and evaluations; infinite if the target was not reached.

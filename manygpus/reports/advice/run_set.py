@@ -58,10 +58,10 @@ class RunSet:
     """The runs of one set, and what all their shapes share: the data, the epochs, the seconds around steps.
 
     Args:
-        rows: of one of `sets`.
+        rows: the rows of one of the `sets`.
         target: a test accuracy (%). The time until it is reached counts, else that of `epochs`; without
             either, one counts that half of the batches reach.
-        epochs: of the training; by default as many as the longest run had.
+        epochs: the number of epochs of the training; by default as many as the longest run had.
 
     Raises:
         UserError: if none of the epochs was measured, or no run reached the target.
@@ -168,10 +168,10 @@ class EpochsToTarget:
     """A training until it has reached a test accuracy.
 
     Args:
-        target: in %.
+        target: the test accuracy, in %.
         accuracy_error: the standard deviation of an accuracy, in %.
-        curves: by batch the test accuracies of its runs, (seeds, epochs).
-        most_epochs: that count of a run.
+        curves: the test accuracies of the runs of each batch size, (seeds, epochs).
+        most_epochs: how many epochs of a run count at most.
     """
 
     target: float

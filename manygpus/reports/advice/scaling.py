@@ -185,13 +185,14 @@ class _Model:
     """A fit to each draw.
 
     Args:
-        costs: (draws, 7), as `_columns` has them.
+        costs: the seconds of each cost, (draws, 7), in the order of `_columns`.
         communication_of_doctor: its seconds by shapes; None if the doctor did not measure it.
-        overlap_exponent: (draws,), how well the computation hides that communication.
-        growth_per_doubling: (draws,), in logarithms: by how much a step takes longer for each doubling of the
-            devices beyond the largest count.
-        scatter: (draws,), a factor on the seconds of shapes that were not measured.
-        largest_counts: of devices, with runs between nodes (True) and within one (False).
+        overlap_exponent: how well the computation hides that communication, (draws,).
+        growth_per_doubling: by how much a step takes longer for each doubling of the devices beyond the
+            largest count, in logarithms, (draws,).
+        scatter: a factor on the seconds of shapes that were not measured, (draws,).
+        largest_counts: the largest number of devices that has runs, between nodes (True) and within one
+            (False).
     """
 
     costs: np.ndarray
@@ -267,7 +268,7 @@ def _columns(shapes: np.ndarray) -> np.ndarray:
     They are fixed, images, bytes and latency within a node, bytes and latency between nodes, sharing.
 
     Args:
-        shapes: (shapes, 3), the columns of `Shape`.
+        shapes: the shapes, (shapes, 3), with the columns of `Shape`.
     """
     devices, nodes, batch = shapes.T
     computation = np.stack([np.ones(len(shapes)), batch], axis=1)
@@ -308,7 +309,7 @@ def _fit_non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     as bytes and rounds of a single count, the first one has the cost.
 
     Args:
-        seconds: (draws, shapes).
+        seconds: the seconds to fit, (draws, shapes).
     """
     weights = 1 / np.median(seconds, axis=0)
     scale = np.abs(columns).max(axis=0)
