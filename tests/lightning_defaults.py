@@ -55,12 +55,12 @@ def main() -> None:
     seed_everything(1)
     masks = process_group.gather((F.dropout(torch.ones(1000)) > 0).tolist())
 
-    def trainer(**told: object) -> Trainer:
+    def trainer(**arguments: object) -> Trainer:
         ddp = DDPStrategy(
             parallel_devices=[dist_env.device] * dist_env.world_size, cluster_environment=Ranks(dist_env)
         )
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        return Trainer(strategy=ddp, max_epochs=1, **quiet, **told)
+        return Trainer(strategy=ddp, max_epochs=1, **quiet, **arguments)
 
     with_defaults, network = trainer(num_sanity_val_steps=0), Watched()
     with_defaults.fit(network, batches(TRAIN), batches(TEST))

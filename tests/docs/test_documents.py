@@ -213,8 +213,8 @@ def test_the_speed_of_a_training_is_that_of_long_epochs() -> None:
     past_warmup = [[row for row in run if not row["warmup"]] for run in runs]
     assert all(row["train_seconds"] > 3 for rows in past_warmup for row in rows)
     with (folder / "steps.csv").open() as file:
-        told = sorted(int(row["images_per_s"]) for row in csv.DictReader(file) if row["loop"] == "kit")
-    assert told == sorted(round(median(row["images_per_s"] for row in rows)) for rows in past_warmup)
+        speeds = sorted(int(row["images_per_s"]) for row in csv.DictReader(file) if row["loop"] == "kit")
+    assert speeds == sorted(round(median(row["images_per_s"] for row in rows)) for rows in past_warmup)
 
 
 def test_the_table_of_steps_compares_rows_of_one_session() -> None:

@@ -126,10 +126,10 @@ def test_typical_wrong_answers_get_their_hints(folder: Path, learner: Callable[[
     for pattern, right in zip(*answers[:2], strict=True):
         assert any(right in path.read_text() for path in mine.mine.glob(pattern)), f"{right!r}: {pattern}"
     done = mine.run(script, mine.folder, json.dumps(list(zip(*answers, strict=True))))
-    told = done.stdout.splitlines()
-    assert [hint for hint, said in zip(hints, told, strict=True) if hint not in said] == [], told
-    is_wrong = [said.startswith("Wrong: ") for said in told]
-    assert is_wrong == [True] * (len(told) - len(when_done)) + [False] * len(when_done), told
+    printed = done.stdout.splitlines()
+    assert [hint for hint, said in zip(hints, printed, strict=True) if hint not in said] == [], printed
+    is_wrong = [said.startswith("Wrong: ") for said in printed]
+    assert is_wrong == [True] * (len(printed) - len(when_done)) + [False] * len(when_done), printed
     assert CHECKS[folder]["STARTS_WITH"] not in hints
 
 
@@ -317,12 +317,12 @@ def test_a_rank_that_fails_is_told_of(forking: Forking, tmp_path: Path) -> None:
         "print(ranks.in_ranks(add, 3))\n"
         "for wrong in (die, fail):\n"
         "    try: ranks.in_ranks(wrong)\n"
-        "    except ranks.Wrong as told: print(told)\n"
+        "    except ranks.Wrong as error: print(error)\n"
     )
     done = forking.run(tmp_path / "ranks.py", env=ENVIRONMENT)
-    added, *told = done.stdout.splitlines()
+    added, *printed = done.stdout.splitlines()
     assert added == "[3, 3, 3]", done.stderr
-    assert told == ["Rank 1 ended without a message.", "Rank 1 stops with ValueError in line 8: no"]
+    assert printed == ["Rank 1 ended without a message.", "Rank 1 stops with ValueError in line 8: no"]
 
 
 @pytest.mark.full
@@ -415,18 +415,18 @@ def test_first_steps(tmp_path: Path) -> None:
     """And the way on from there."""
     project = make_project(tmp_path)
     (project / ".venv" / "bin" / "activate").touch()
-    told = learn(project, {})
-    assert any(line.startswith("GPUs    none: ") for line in told)
-    assert f"MNIST   in {project / 'data'}" in told
-    assert sum(line.startswith("Slurm   ") for line in told) == 1
+    printed = learn(project, {})
+    assert any(line.startswith("GPUs    none: ") for line in printed)
+    assert f"MNIST   in {project / 'data'}" in printed
+    assert sum(line.startswith("Slurm   ") for line in printed) == 1
     of_each = [(folder.parents[1].name, folder.name.partition("_")[2]) for folder in FOLDERS]
     names = {stage: [name for of, name in of_each if of == stage] for stage in STAGE_FOLDERS}
     first, third = STAGE_FOLDERS
     core = {
         folder.name.partition("_")[2] for folder in FOLDERS if "**Core" in (folder / "README.md").read_text()
     }
-    assert sum(line.startswith("[ ] ") for line in told) == len(core)
-    assert told[-5:] == [
+    assert sum(line.startswith("[ ] ") for line in printed) == len(core)
+    assert printed[-5:] == [
         f"Core path: [{'.' * len(core)}] 0 of {len(core)} exercises done.",
         f"Next: jobscript. Its lesson is {first}/README.md. Type these commands:",
         "  source .venv/bin/activate",
@@ -435,10 +435,10 @@ def test_first_steps(tmp_path: Path) -> None:
     ]
 
     (project / "data").unlink()
-    told = learn(project, {first: names[first]})
-    assert sum(line.startswith("[x] ") for line in told) == len(core.intersection(names[first]))
-    assert "MNIST   missing or damaged" in told
-    assert told[-4] == "  make data" and told[-2] == f"  cd {third}"
+    printed = learn(project, {first: names[first]})
+    assert sum(line.startswith("[x] ") for line in printed) == len(core.intersection(names[first]))
+    assert "MNIST   missing or damaged" in printed
+    assert printed[-4] == "  make data" and printed[-2] == f"  cd {third}"
     assert not (project / "data").exists()
     extra_left = {stage: [name for name in of if name in core] for stage, of in names.items()}
     assert learn(project, extra_left)[-1].startswith("The core path is done.")

@@ -30,8 +30,8 @@ while words[0].startswith("-"):
     if options[-1] == "--bind":
         options[-1] += "=" + words.pop(0)
 image = words.pop(0)
-told = {"options": options, "image": image, "no_user_site": os.environ.get("PYTHONNOUSERSITE")}
-Path(os.environ["TOLD"]).write_text(json.dumps(told))
+facts = {"options": options, "image": image, "no_user_site": os.environ.get("PYTHONNOUSERSITE")}
+Path(os.environ["FACTS"]).write_text(json.dumps(facts))
 os.execvp(words[0], words)
 """
 
@@ -95,7 +95,7 @@ printf '%s\\n' "$MANYGPUS_DATA_DIR" "${SITE_SRUN_ARGS[@]}"
 @pytest.mark.parametrize("site", ["apptainer", "podman", "pyxis"])
 def test_a_container_has_what_a_rank_needs(site: str, tmp_path: Path) -> None:
     """The checkout and the data at their own paths, the job's folder and variables, the right image."""
-    checkout, commands, told = tmp_path / "checkout", tmp_path / "commands", tmp_path / "told.json"
+    checkout, commands, facts_file = tmp_path / "checkout", tmp_path / "commands", tmp_path / "facts.json"
     copy_project(checkout)
     shutil.copy(REPOSITORY / "slurm" / "sites" / f"{site}.sh", checkout / "slurm" / "site.sh")
     commands.mkdir()
@@ -104,11 +104,11 @@ def test_a_container_has_what_a_rank_needs(site: str, tmp_path: Path) -> None:
         (commands / program).write_text(STAND_IN)
         (commands / program).chmod(0o755)
     stage = checkout / "03_multigpu_ddp"
-    environment = {"PATH": f"{commands}:{os.environ['PATH']}", "TOLD": str(told), "HOME": "/home/me"}
+    environment = {"PATH": f"{commands}:{os.environ['PATH']}", "FACTS": str(facts_file), "HOME": "/home/me"}
     done = succeeded(ran("bash", "-c", JOB, cwd=stage, env=ENVIRONMENT | environment))
     rank, data, *srun = done.stdout.splitlines()
     assert rank == "a rank"
-    facts = json.loads(told.read_text()) if told.exists() else {}
+    facts = json.loads(facts_file.read_text()) if facts_file.exists() else {}
     assert bool(facts) == (site != "pyxis")  # there it is srun that starts the container
     options = facts.get("options", srun)
     given = [option.partition("=")[::2] for option in options]

@@ -80,16 +80,16 @@ def command(checkout: Checkout, *arguments: object) -> list[str]:
 
 def diagnose(done: subprocess.CompletedProcess) -> dict:
     """Return the output of `doctor.py --json`; its exit code has to fit the findings."""
-    told = json.loads(done.stdout)
-    levels = [finding["level"] for finding in told["findings"]]
+    report = json.loads(done.stdout)
+    levels = [finding["level"] for finding in report["findings"]]
     assert done.returncode == (1 if FAULT in levels else 0), done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
-    return told
+    return report
 
 
-def found(told: dict | list[Finding], check: str, level: str) -> str:
+def found(report: dict | list[Finding], check: str, level: str) -> str:
     """The messages and fixes of a check's findings of one level, on one line each."""
-    findings = told["findings"] if isinstance(told, dict) else [finding._asdict() for finding in told]
+    findings = report["findings"] if isinstance(report, dict) else [finding._asdict() for finding in report]
     return "\n".join(
         f"{finding['message']} -> {finding['fix']}"
         for finding in findings
@@ -120,7 +120,7 @@ def test_a_slurm_that_is_not_there_or_hangs(fake: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "fix"),
+    ("message", "fix"),
     [
         ("Invalid account or account/partition combination specified", "SBATCH_ACCOUNT"),
         ("Job violates accounting/QOS policy (job submit limit)", "wait for other jobs of yours"),
@@ -131,8 +131,8 @@ def test_a_slurm_that_is_not_there_or_hangs(fake: Callable) -> None:
         ("Something else", "man sbatch"),
     ],
 )
-def test_what_to_do_about_a_refusal(told: str, fix: str) -> None:
-    assert fix in slurm.advice(told)
+def test_what_to_do_about_a_refusal(message: str, fix: str) -> None:
+    assert fix in slurm.advice(message)
 
 
 # --- the login node -------------------------------------------------------------------------------
@@ -147,14 +147,14 @@ def test_a_controller_that_is_down(fake: Callable) -> None:
 
 def test_without_slurm_the_rest_is_still_looked_at(checkout: Checkout) -> None:
     checkout.site("export SBATCH_MEM_PER_GPU=2G\n")
-    told = diagnose(checkout.run(*command(checkout, "--json", "--job")))
-    assert "SBATCH_MEM_PER_GPU" in found(told, "site", WARNING)
-    assert "sbatch is not on PATH" in found(told, "slurm", FAULT)
-    assert found(told, "job", FAULT)
-    assert "make cluster-up" in found(told, "slurm", FAULT)
-    fine = {finding["check"] for finding in told["findings"] if finding["level"] == OK}
+    report = diagnose(checkout.run(*command(checkout, "--json", "--job")))
+    assert "SBATCH_MEM_PER_GPU" in found(report, "site", WARNING)
+    assert "sbatch is not on PATH" in found(report, "slurm", FAULT)
+    assert found(report, "job", FAULT)
+    assert "make cluster-up" in found(report, "slurm", FAULT)
+    fine = {finding["check"] for finding in report["findings"] if finding["level"] == OK}
     assert fine == {"site", "environment", "data", "folders"}
-    assert set(told["findings"][0]) == {"check", "level", "message", "fix", "node", "rank"}
+    assert set(report["findings"][0]) == {"check", "level", "message", "fix", "node", "rank"}
 
 
 def test_the_report_for_people(checkout: Checkout) -> None:
@@ -180,15 +180,15 @@ def test_what_a_script_of_its_own_environment_imports(checkout: Checkout) -> Non
     )
     own_environment(folder / "env")
     words = ("--json", "--python", "env/bin/python", "--plain", "-m", "package.train", "--lr", 1)
-    told = diagnose(checkout.run(*command(checkout, *words), cwd=folder))
+    report = diagnose(checkout.run(*command(checkout, *words), cwd=folder))
     python = str(folder / "env" / "bin" / "python")
-    faults = found(told, "script", FAULT).splitlines()
+    faults = found(report, "script", FAULT).splitlines()
     expected = (("line 1", f"{python}' -m pip install nothing"), ("line 3", "PARTING"),
                 ("line 4", f"{python}' -m pip install --no-deps -e '{checkout.folder}'"))  # fmt: skip
     for fault, key_words in zip(faults, expected, strict=True):
         assert all(words in fault for words in key_words), faults
-    assert f"{python} has no PyTorch" in found(told, "environment", FAULT)
-    assert not (folder / "it was run").exists() and not found(told, "data", OK)
+    assert f"{python} has no PyTorch" in found(report, "environment", FAULT)
+    assert not (folder / "it was run").exists() and not found(report, "data", OK)
     script = folder / "package" / "train.py"
     script.write_text("import torch:\n")
     (message,) = read_messages(ran(python, script_imports.__file__, folder, script, "").stdout)
@@ -209,11 +209,11 @@ def test_what_a_script_of_its_own_environment_imports(checkout: Checkout) -> Non
 def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:
     """Below a file, where not even root can write."""
     checkout.site("SITE_DATA_DIR=/nowhere\nSITE_RESULTS_DIR=/etc/passwd/results\n")
-    told = diagnose(checkout.run(*command(checkout, "--json")))
-    data = found(told, "data", FAULT)
+    report = diagnose(checkout.run(*command(checkout, "--json")))
+    data = found(report, "data", FAULT)
     assert "/nowhere" in data
     assert "python -m manygpus.data.datasets" in data.partition(" -> ")[2]
-    folders = found(told, "folders", FAULT)
+    folders = found(report, "folders", FAULT)
     assert re.search("results .*/etc/passwd/results .* -> .*SITE_RESULTS_DIR", folders)
     assert re.search("checkpoints .*/etc/passwd/results/jobs ", folders)
 
@@ -222,8 +222,8 @@ def test_missing_data_and_unwritable_results(checkout: Checkout) -> None:
 def test_an_environment_without_torch(in_job_too: bool, level: str, site_file: Path) -> None:
     """The job's environment is looked at, whatever the doctor itself runs in; a job may still find it."""
     site_file.write_text("activate_environment() { conda activate tutorial; }\n")
-    told = login_node.check_environment(site.read_site(), in_job_too)
-    assert "conda: command not found" in found(told, "environment", level)
+    findings = login_node.check_environment(site.read_site(), in_job_too)
+    assert "conda: command not found" in found(findings, "environment", level)
 
 
 def test_packages_that_come_before_those_of_the_environment(
@@ -232,8 +232,8 @@ def test_packages_that_come_before_those_of_the_environment(
     """As a loaded module leaves them (easybuild-easyblocks#2887): to make .venv once more changes nothing."""
     (tmp_path / "torch.py").write_text("from typing import deprecated_name\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    told = login_node.check_environment(site.read_site(), in_job_too=False)
-    fault = found(told, "environment", FAULT)
+    findings = login_node.check_environment(site.read_site(), in_job_too=False)
+    fault = found(findings, "environment", FAULT)
     assert str(tmp_path) in fault and "unset PYTHONPATH" in fault
 
 
@@ -252,16 +252,16 @@ def test_what_pytorch_can_do_on_the_login_node(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(device, "build", lambda: build)
     checkup_torch.look_from_login_node(REPOSITORY / "data", most_gpus)
-    told = findings_in(read_messages(capfd.readouterr().out))
-    assert re.search(words, found(told, check, level)), told
-    assert [finding.level for finding in told].count(FAULT) == (level == FAULT)
-    assert found(told, "data", OK)
+    findings = findings_in(read_messages(capfd.readouterr().out))
+    assert re.search(words, found(findings, check, level)), findings
+    assert [finding.level for finding in findings].count(FAULT) == (level == FAULT)
+    assert found(findings, "data", OK)
 
 
 def test_a_container_of_srun_is_seen_in_the_job_only(site_file: Path) -> None:
     site_file.write_text("SITE_SRUN_ARGS=(--container-image=tutorial.sqsh)\n")
-    told = login_node.check_environment(site.read_site(), in_job_too=False)
-    assert "container" in found(told, "environment", WARNING)
+    findings = login_node.check_environment(site.read_site(), in_job_too=False)
+    assert "container" in found(findings, "environment", WARNING)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_folder_that_is_not_shared(
 
 
 @pytest.mark.parametrize(
-    ("raised", "told"),
+    ("raised", "reported"),
     [
         ("UserError('no usable MNIST in /data (x is missing): get it once')",
          {"message": "no usable MNIST in /data (x is missing)", "fix": "get it once"}),
@@ -368,14 +368,14 @@ def test_a_folder_that_is_not_shared(
     ],
 )  # fmt: skip
 def test_a_step_that_fails_is_told(
-    raised: str, told: dict, in_a_job: Callable, capfd: pytest.CaptureFixture
+    raised: str, reported: dict, in_a_job: Callable, capfd: pytest.CaptureFixture
 ) -> None:
     def fail() -> None:
         raise eval(raised)
 
     assert not checkup._step("software", fail)
     _, line = read_messages(capfd.readouterr().out)
-    expected = {"check": "software", "level": FAULT, "node": "n2", "rank": 2} | told
+    expected = {"check": "software", "level": FAULT, "node": "n2", "rank": 2} | reported
     assert line["finding"] == line["finding"] | expected
 
 
@@ -410,8 +410,8 @@ def test_a_slow_rank_has_its_time_and_a_hanging_one_an_end(checkout: Checkout) -
     """srun waits for all steps of the slowest rank, and the job's time limit is behind that."""
     assert checkup.STEP_SECONDS > 60
     (wait,) = re.findall(r"^srun .* --wait=(\d+)", cli.JOB_SCRIPT.read_text(), re.MULTILINE)
-    told = checkout.run(*command(checkout, "--help")).stdout
-    (minutes,) = re.findall(r"--time MIN\s.*?\(default:\s+(\d+)", told, re.DOTALL)
+    help_text = checkout.run(*command(checkout, "--help")).stdout
+    (minutes,) = re.findall(r"--time MIN\s.*?\(default:\s+(\d+)", help_text, re.DOTALL)
     assert 2 * checkup.STEP_SECONDS <= int(wait) < int(minutes) * 60
 
 
@@ -419,9 +419,9 @@ def test_a_step_that_hangs_is_told_and_ends_its_rank(checkout: Checkout) -> None
     program = "from manygpus.jobs.doctor import checkup; import time; checkup.STEP_SECONDS = 0.1; "
     program += "checkup._step('gpus', time.sleep, 200); print('went on')"
     done = checkout.run(sys.executable, "-c", program, SLURM_PROCID="1", SLURM_LOCALID="1")
-    begun, told, ended = read_messages(done.stdout)
+    begun, failure, ended = read_messages(done.stdout)
     assert (done.returncode, done.stderr, begun["begun"], ended["ended"]) == (0, "", "gpus", True)
-    assert (told["finding"]["message"], told["finding"]["rank"]) == ("not finished after 0.1 s", 1)
+    assert (failure["finding"]["message"], failure["finding"]["rank"]) == ("not finished after 0.1 s", 1)
 
 
 # --- jobs on a practice cluster -------------------------------------------------------------------
@@ -449,30 +449,32 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
     script = checkout.folder / "train.py"
     script.write_text("import torch\nprint('it was run')\n")
     python = own_environment(checkout.folder / "env", with_torch=True)
-    told = on_cluster("--job", "--nodes", 2, "--gpus", 4, "--python", python, "--plain", script)
-    assert f"for the script: {python}, torch " in found(told, "environment", OK) and found(told, "script", OK)
-    assert not [finding for finding in told["findings"] if finding["level"] == FAULT]
-    virtual, _ = (f for f in told["findings"] if (f["check"], f["level"]) == ("gpus", OK))
+    report = on_cluster("--job", "--nodes", 2, "--gpus", 4, "--python", python, "--plain", script)
+    assert f"for the script: {python}, torch " in found(report, "environment", OK) and found(
+        report, "script", OK
+    )
+    assert not [finding for finding in report["findings"] if finding["level"] == FAULT]
+    virtual, _ = (f for f in report["findings"] if (f["check"], f["level"]) == ("gpus", OK))
     assert (
-        found(told, "group", OK) == "all ranks met at n1, with gloo -> \nall ranks met at n1, with gloo -> "
+        found(report, "group", OK) == "all ranks met at n1, with gloo -> \nall ranks met at n1, with gloo -> "
     )
     readme = (site.REPOSITORY / "slurm" / "README.md").read_text()
     assert f"\nOK       gpus         n1, n2: {virtual['message']}\n" in readme
     asked = "Slurm would accept the job (nothing was submitted): it would start at 20"
-    assert found(told, "submission", OK).startswith(asked)
-    assert "4 ranks reported" in found(told, "ranks", OK)
+    assert found(report, "submission", OK).startswith(asked)
+    assert "4 ranks reported" in found(report, "ranks", OK)
     # On a busy machine it may be slower than gigabit Ethernet, which is a warning.
-    sums = found(told, "all-reduce", OK) + found(told, "all-reduce", WARNING)
+    sums = found(report, "all-reduce", OK) + found(report, "all-reduce", WARNING)
     assert re.search("correct; bus bandwidth .* (this says nothing about GPUs|slower than gigabit)", sums)
-    sizes = [row["bytes"] for row in told["all_reduce"]]
+    sizes = [row["bytes"] for row in report["all_reduce"]]
     assert 2**22 in sizes  # 4 MB; on a busy machine it may leave out larger ones
     assert sizes == list(checkup_torch.SIZES_BYTES[: len(sizes)])
-    for row in told["all_reduce"]:
+    for row in report["all_reduce"]:
         assert row["bus_gb_s"] == pytest.approx(1.5 * row["bytes"] / row["seconds"] / 1e9)
     (kept,) = (checkout.folder / "results" / "all_reduce").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-4x2\.tsv", kept.name)
-    assert str(kept) in found(told, "all-reduce", OK)
-    for row, shown in zip(read_all_reduce(kept), told["all_reduce"], strict=True):
+    assert str(kept) in found(report, "all-reduce", OK)
+    for row, shown in zip(read_all_reduce(kept), report["all_reduce"], strict=True):
         assert row["seconds"] == pytest.approx(shown["seconds"], rel=1e-5)
         assert (row["bytes"], row["ranks"], row["nodes"], row["backend"]) == (shown["bytes"], 4, 2, "gloo")
         assert row["device_name"] == device.device_name(torch.device("cpu"))
@@ -482,17 +484,17 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
 def test_a_job_that_slurm_refuses_is_a_fault(on_cluster: Callable, checkout: Checkout) -> None:
     """What the site file and the options ask for, by Slurm's own word."""
     checkout.site(f"{NO_PYTHON}export SBATCH_PARTITION=nowhere\n")
-    told = found(on_cluster("--job"), "submission", FAULT)
-    assert "Invalid partition name specified" in told
-    assert "SBATCH_PARTITION" in told.partition(" -> ")[2]
-    told = found(on_cluster("--gpus", 64, "--", "--partition=debug"), "submission", FAULT)
-    assert "fewer --gpus" in told.partition(" -> ")[2]
+    fault = found(on_cluster("--job"), "submission", FAULT)
+    assert "Invalid partition name specified" in fault
+    assert "SBATCH_PARTITION" in fault.partition(" -> ")[2]
+    fault = found(on_cluster("--gpus", 64, "--", "--partition=debug"), "submission", FAULT)
+    assert "fewer --gpus" in fault.partition(" -> ")[2]
     checkout.site(NO_PYTHON)
     script = checkout.folder / "03_multigpu_ddp" / "slurm_submit.sh"
     script.write_text(script.read_text().replace("--gpus-per-node=2", "--gpus-per-node=64"))
-    told = on_cluster()
-    assert found(told, "submission", OK)
-    assert "job script of stage 03" in found(told, "submission", WARNING)
+    report = on_cluster()
+    assert found(report, "submission", OK)
+    assert "job script of stage 03" in found(report, "submission", WARNING)
 
 
 def test_data_that_only_the_login_node_sees(
@@ -505,10 +507,10 @@ def test_data_that_only_the_login_node_sees(
     cluster.run(["cp", "--recursive", "--dereference", checkout.folder / "data", of_login])
     try:
         checkout.site(f"SITE_DATA_DIR={of_login}\n")
-        told = on_cluster("--job")
+        report = on_cluster("--job")
     finally:
         cluster.run(["rm", "--recursive", of_login])
-    fix = found(told, "data", FAULT).partition(" -> ")[2]
+    fix = found(report, "data", FAULT).partition(" -> ")[2]
     assert "SITE_DATA_DIR" in fix and "manygpus.data.datasets" not in fix
 
 
@@ -534,15 +536,15 @@ def test_a_job_with_three_faults(
     shape = ("--nodes", 2, "--gpus", 2, "--", "--cpus-per-task=1")
     assert cluster.run([*on_n2, "mount", "--bind", hosts, "/etc/hosts"]).returncode == 0
     try:
-        told = diagnose(cluster.run(command(checkout, "--json", "--job", *shape)))
+        report = diagnose(cluster.run(command(checkout, "--json", "--job", *shape)))
     finally:
         cluster.run([*on_n2, "umount", "/etc/hosts"])
-    assert fault in found(told, "names", FAULT)
-    assert [f["node"] for f in told["findings"] if (f["check"], f["level"]) == ("names", FAULT)] == ["n2"]
-    assert "2 ranks reported" in found(told, "ranks", OK)
+    assert fault in found(report, "names", FAULT)
+    assert [f["node"] for f in report["findings"] if (f["check"], f["level"]) == ("names", FAULT)] == ["n2"]
+    assert "2 ranks reported" in found(report, "ranks", OK)
     for node in ("n1", "n2"):
-        assert f"PyTorch cannot use the 1 GPU(s) of {node}" in found(told, "gpus", FAULT)
-    assert not told["all_reduce"]
+        assert f"PyTorch cannot use the 1 GPU(s) of {node}" in found(report, "gpus", FAULT)
+    assert not report["all_reduce"]
 
 
 def test_a_job_that_does_not_start_is_cancelled(
@@ -550,9 +552,9 @@ def test_a_job_that_does_not_start_is_cancelled(
 ) -> None:
     """It is sent although its Python does not work on the login node: it may on the others."""
     checkout.site(NO_PYTHON)
-    told = on_cluster("--job", "--wait", 0, "--", "--begin=now+1hour")
-    assert found(told, "environment", WARNING)
-    assert "BeginTime" in found(told, "job", FAULT)
+    report = on_cluster("--job", "--wait", 0, "--", "--begin=now+1hour")
+    assert found(report, "environment", WARNING)
+    assert "BeginTime" in found(report, "job", FAULT)
     assert not left_in_queue(cluster)
 
 

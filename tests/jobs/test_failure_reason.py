@@ -84,8 +84,8 @@ def who_and_how(sentence: str) -> tuple[str, str]:
 
 def ends(log: str) -> list[tuple[str, str]]:
     """Return who ended and how, by the last lines of a job's log: the first one, then the others."""
-    told = [line for line in log.splitlines() if line.startswith(("why     ", "then    "))]
-    return list(map(who_and_how, told))
+    lines = [line for line in log.splitlines() if line.startswith(("why     ", "then    "))]
+    return list(map(who_and_how, lines))
 
 
 @pytest.fixture
@@ -160,11 +160,11 @@ def test_nccl_gave_up_and_no_core_is_dumped(launcher: str, checkout: Checkout) -
     plant(checkout, gave_up, WAIT, gave_up, gave_up)
     if launcher == "srun":
         log = checkout.fail("srun", "fates.py", sbatch=("--nodes=2", "--ntasks-per-node=2"))
-        told = [line for line in log.splitlines() if line.startswith("why     ")]
+        reasons = [line for line in log.splitlines() if line.startswith("why     ")]
     else:
         done = checkout.submit_py("ddp", "--script", "fates.py", "--gpus", 4, "--nodes", 2, "--wait")
-        told = done.stderr.splitlines()[-1:]
-    (reason,) = told
+        reasons = done.stderr.splitlines()[-1:]
+    (reason,) = reasons
     assert "gave up" in reason and "rank 0,2,3 waited for rank 1 on n1" in reason
     assert not list(checkout.folder.rglob("core*"))
 

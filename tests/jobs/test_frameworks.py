@@ -81,8 +81,8 @@ def test_each_resumes_exactly_where_it_was_stopped(on_cluster: Checkout, tmp_pat
             signalled = folder / "signalled.py"
             signalled.write_text(with_steps(script, IS_SIGNALLED))
             run(forks, script, tmp_path / name / "whole")
-            told = run(forks, signalled, tmp_path / name / "stopped")
-            assert "saved and stopped after step 30\n" in told
+            printed = run(forks, signalled, tmp_path / name / "stopped")
+            assert "saved and stopped after step 30\n" in printed
             run(forks, script, tmp_path / name / "stopped")
 
     jobs = {}
@@ -155,8 +155,8 @@ def test_lightning_alone_comes_back_by_itself_on_one_gpu(on_cluster: Checkout) -
 
 RECORDER = """
     from manygpus.training.recorder import Recorder
-    told = {"batch_size": GLOBAL_BATCH_SIZE, "epochs": EPOCHS, "dataset": "random"}
-    recorder = Recorder("accelerate", model, optimizer, **told)
+    arguments = {"batch_size": GLOBAL_BATCH_SIZE, "epochs": EPOCHS, "dataset": "random"}
+    recorder = Recorder("accelerate", model, optimizer, **arguments)
     accelerator.register_for_checkpointing(recorder)
     step = 0
 """

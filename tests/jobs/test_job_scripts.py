@@ -59,8 +59,8 @@ def test_a_job_script_as_it_is(launcher: str, on_cluster: Checkout) -> None:
         assert log.stem.endswith(f"-{row['job_id']}")
         assert row["node_list"] in NODES
     text = log.read_text()
-    told = ("job  ", "nodes  ", "GPUs  ", "code  ", "meet at", "exit code 0")
-    assert [word for word in told if word not in text] == []
+    expected = ("job  ", "nodes  ", "GPUs  ", "code  ", "meet at", "exit code 0")
+    assert [word for word in expected if word not in text] == []
     assert f"results: {on_cluster.folder / 'results' / 'runs'}" in text
 
 
@@ -78,9 +78,9 @@ Path(os.environ["MANYGPUS_JOB_DIR"], f"own-{rank}").write_text(" ".join(sys.argv
     lost = on_cluster.submit("srun", "nowhere.py")
     for job, launcher in jobs.items():
         assert on_cluster.cluster.wait(job)["JobState"] == "COMPLETED", on_cluster.log(job)
-        told = sorted((on_cluster.folder / "results" / "jobs" / str(job)).glob("own-*"))
-        assert len(told) == (2 if launcher in TWO_NODES else 1)
-        assert {text.read_text() for text in told} == {"--resume auto --width 64"}
+        written = sorted((on_cluster.folder / "results" / "jobs" / str(job)).glob("own-*"))
+        assert len(written) == (2 if launcher in TWO_NODES else 1)
+        assert {text.read_text() for text in written} == {"--resume auto --width 64"}
     assert on_cluster.cluster.wait(lost)["JobState"] == "FAILED"
     sentence = rf"error: there is no script nowhere.py in \S.*{FOLDERS['ddp']}: correct its name."
     assert re.search(sentence, on_cluster.log(lost)), on_cluster.log(lost)
@@ -141,11 +141,11 @@ APART = {
 }
 
 
-@pytest.mark.parametrize(("site", "told"), APART.values(), ids=APART)
-def test_why_the_ranks_of_a_job_cannot_meet(site: str, told: str, on_cluster: Checkout) -> None:
+@pytest.mark.parametrize(("site", "reason"), APART.values(), ids=APART)
+def test_why_the_ranks_of_a_job_cannot_meet(site: str, reason: str, on_cluster: Checkout) -> None:
     on_cluster.site(site)
     log = on_cluster.fail("srun", *SMALL, "--timeout", 10, sbatch=TWO_NODES["srun"])
-    assert re.search(rf"^why .*{told}", log, re.MULTILINE), log
+    assert re.search(rf"^why .*{reason}", log, re.MULTILINE), log
 
 
 def test_a_hostname_that_means_nothing_to_other_nodes(on_cluster: Checkout, separate_hosts: bool) -> None:

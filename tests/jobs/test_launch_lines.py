@@ -30,10 +30,10 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
     checkout.fake(
         "scontrol", "printf '127.0.0.2\\n127.0.0.3\\n'"
     )  # show hostnames; as addresses they resolve
-    checkout.fake("srun", 'printf \'%s\\n\' "$MASTER_ADDR" "$MASTER_PORT" "$@" >told')
+    checkout.fake("srun", 'printf \'%s\\n\' "$MASTER_ADDR" "$MASTER_PORT" "$@" >start')
     reads = checkout.folder / "reads"
     checkout.site(f"echo >>'{reads}'\n")
-    told = []
+    starts = []
     for job, ports in {"41": "10000-29999", "42": "20000-20009"}.items():
         done = checkout.run(
             "bash", script, cwd=script.parent, PATH=f"{checkout.commands}:{os.environ['PATH']}",
@@ -42,9 +42,9 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
             MASTER_ADDR="127.0.0.3", MASTER_PORT="29500",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        told.append((script.parent / "told").read_text().splitlines())
+        starts.append((script.parent / "start").read_text().splitlines())
     assert reads.read_text() == "\n\n"  # once for each job: modules that it loads take seconds
-    (address, port, *arguments), (_, other_port, *_) = told
+    (address, port, *arguments), (_, other_port, *_) = starts
     assert address == "127.0.0.2"
     assert (port, other_port) == ("10041", "20002")
     to_srun = arguments[: arguments.index("python")]

@@ -37,8 +37,8 @@ def test_a_training_of_ones_own_is_done_when_its_job_has_run(on_cluster: Checkou
     script = folder / "mine" / "train.py"
     done = on_cluster.submit_py("ddp", "--gpus", 2, "--wait", "--plain", script, "--steps", 5)
     (job,) = re.findall(r"job (\d+) submitted", done.stdout)
-    told = (on_cluster.folder / "results" / "jobs" / job / "monitor" / "told").read_text().splitlines()
-    answers = f"prediction = 30\njob = {job}\nverdict = {told[0]}\n"
+    verdict = (on_cluster.folder / "results" / "jobs" / job / "monitor" / "told").read_text().splitlines()
+    answers = f"prediction = 30\njob = {job}\nverdict = {verdict[0]}\n"
     (folder / "mine" / "answers.txt").write_text(answers)
     said = check(on_cluster, folder)
     assert "your_job: done." in said and "train.py with 2 rank(s)" in said, said

@@ -60,7 +60,7 @@ def plant(checkout: Checkout, ending: str, stage: str = "01_singlegpu") -> str:
     return "own.py"
 
 
-def told(text: str) -> list[str]:
+def watch_lines(text: str) -> list[str]:
     """The lines of the verdict in a log."""
     return [line for line in text.splitlines() if line.startswith("watch   ")]
 
@@ -97,7 +97,7 @@ def test_a_command_is_sampled(checkout: Checkout) -> None:
     first, *verdict = done.stdout.splitlines()
     folder = Path(first.removeprefix("in "))
     assert folder.parent == checkout.folder / "results" / "jobs"
-    assert verdict == told(done.stdout)
+    assert verdict == watch_lines(done.stdout)
     again = checkout.python(MONITOR, "--verdict", folder)
     assert [f"watch   {line}" for line in again.stdout.splitlines()] == verdict
     assert json.loads((folder / "monitor" / "verdict.json").read_text())["findings"] == []
@@ -180,7 +180,7 @@ def test_a_job_without_slurm(checkout: Checkout) -> None:
     """Its log ends with the verdict, which submit.py --wait shows before its own last line."""
     plant(checkout, "pass")
     done = checkout.submit_py("single", "--script", "own.py", "--wait")
-    assert (done.returncode, told(done.stdout)) == (0, []), done.stderr
+    assert (done.returncode, watch_lines(done.stdout)) == (0, []), done.stderr
     jobs = checkout.folder / "results" / "jobs" / "submitit"
     assert not list(jobs.rglob("monitor"))
     checkout.site(ON)
@@ -194,10 +194,14 @@ def test_a_job_without_slurm(checkout: Checkout) -> None:
     assert last.startswith(f"watch   job {number} ")
     assert ending.startswith("done: ")
     assert (
-        told(done.stdout) == told(log.read_text()) == log.read_text().splitlines()[-len(told(done.stdout)) :]
+        watch_lines(done.stdout)
+        == watch_lines(log.read_text())
+        == log.read_text().splitlines()[-len(watch_lines(done.stdout)) :]
     )
     assert ranks_in(verdict.parent) == {os.uname().nodename: {"0", "1"}}
-    assert checkout.python(MONITOR, "--verdict", number).stdout.startswith(told(log.read_text())[0][8:])
+    assert checkout.python(MONITOR, "--verdict", number).stdout.startswith(
+        watch_lines(log.read_text())[0][8:]
+    )
 
 
 # --- a real Slurm -----------------------------------------------------------------------------------
@@ -232,12 +236,12 @@ def test_a_job_on_two_nodes_is_sampled(on_cluster: Checkout) -> None:
 
 def test_the_monitor_sees_all_gpus_where_each_rank_has_its_own(checkout: Checkout) -> None:
     """Newer Slurm (seen: 26.05) tells of --gpus-per-task only by these variables, which srun takes over."""
-    told = checkout.folder / "srun-told"
+    options_file = checkout.folder / "srun-told"
     checkout.site(ON)
     checkout.fake("python", f'exec "{sys.executable}" "$@"')
     record = "JobId=7 TresBind=gres/gpu:per_task:1 TresPerTask=cpu=1,gres/gpu=1 "
     checkout.fake("scontrol", f"[[ $* == *hostnames* ]] && echo 127.0.0.2 || echo '{record}'")
-    keep = f"echo \"${{!SLURM_TRES_@}} $*\" >>'{told}'"
+    keep = f"echo \"${{!SLURM_TRES_@}} $*\" >>'{options_file}'"
     checkout.fake("srun", f"[[ $* != *monitor.py* ]] || {keep}")
     job = {
         "SLURM_JOB_ID": "7",
@@ -249,7 +253,7 @@ def test_the_monitor_sees_all_gpus_where_each_rank_has_its_own(checkout: Checkou
     place = checkout.folder / "03_multigpu_ddp"
     job |= {"SLURM_SUBMIT_DIR": str(place), "PATH": f"{checkout.commands}:/usr/bin:/bin"}
     checkout.run("bash", "slurm_submit.sh", cwd=place, **job)
-    (line,) = told.read_text().splitlines()
+    (line,) = options_file.read_text().splitlines()
     assert "--gpus-per-node=2 " in line and not line.startswith("SLURM_TRES"), line
 
 
@@ -261,7 +265,7 @@ def test_submitit_and_who_failed(on_cluster: Checkout) -> None:
     assert done.returncode == 1
     assert " failed: rank 1 on n1 ended silently, with exit code 3 (in " in done.stderr, done.stderr
     job = done.stdout.split()[1]
-    assert told(done.stdout)[-1].startswith(f"watch   job {job} ")
+    assert watch_lines(done.stdout)[-1].startswith(f"watch   job {job} ")
 
 
 def test_a_job_that_goes_back_to_the_queue(on_cluster: Checkout) -> None:
@@ -328,7 +332,7 @@ def test_a_job_script_may_wait_for_what_it_has_started(on_cluster: Checkout) -> 
     on_cluster.cluster.wait(job)
     log = on_cluster.log(job)
     assert "\nall of mine have ended\n" in log, log
-    assert told(log)[-1].startswith(f"watch   job {job} "), log
+    assert watch_lines(log)[-1].startswith(f"watch   job {job} "), log
     assert re.search(
         r"^error: this job is not requeued \(.+\): submit again with --checkpoint-dir here$",
         log,

@@ -100,8 +100,8 @@ def test_a_site_of_another_kind(kind: Kind, tmp_path: Path) -> None:
         assert re.match("error: Slurm did not accept the job .* SITE_GPUS, SITE_CPUS and ", refused.stderr)
 
         checkout.site(f"{kind.site}activate_environment() {{ false; }}\n")  # loading PyTorch takes seconds
-        told = json.loads(checkout.python("slurm/doctor.py", "--json").stdout)["findings"]
-        submission = {one["level"]: one for one in told if one["check"] == "submission"}
+        findings = json.loads(checkout.python("slurm/doctor.py", "--json").stdout)["findings"]
+        submission = {one["level"]: one for one in findings if one["check"] == "submission"}
         assert submission.keys() == {"ok", "warning"}
         assert "job script" in submission["warning"]["message"]
 

@@ -174,24 +174,24 @@ def test_a_script_without_a_handler_is_preempted_and_comes_back(
     assert "\nwhy " not in log, log
 
 
-# What handlers see and get; `told` has the numbers of the signals that they were called with.
+# What handlers see and get; `heard` has the numbers of the signals that they were called with.
 STATES = """
 import os, signal, subprocess, sys, time
 from signal import SIG_DFL, SIGUSR1, SIGUSR2
 
-told = []
+heard = []
 rank = os.getpid()
 def hear(number, frame):
     if os.getpid() != rank:
         os._exit(3)
-    told.append(number)
+    heard.append(number)
 def send(expected):
-    told.clear()
+    heard.clear()
     os.kill(os.getppid(), SIGUSR2)  # to the process that Slurm has started
     until = time.monotonic() + 60
-    while not told and time.monotonic() < until:
+    while not heard and time.monotonic() < until:
         time.sleep(0.01)
-    assert told == [expected], told
+    assert heard == [expected], heard
 
 assert signal.getsignal(SIGUSR2) == SIG_DFL
 os.kill(rank, SIGUSR2)
@@ -348,7 +348,7 @@ if rank == 0:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "fate", "code", "told"),
+    ("launcher", "fate", "code", "reason"),
     [
         # As the kit's own errors end a rank, such as those of a Recorder.
         ("srun", BOTH_PRINTED + "from manygpus import errors; errors.fail('planted')", 1,
@@ -362,7 +362,7 @@ if rank == 0:
     ],
 )  # fmt: skip
 def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
-    launcher: str, fate: str, code: int, told: str, on_cluster: Checkout
+    launcher: str, fate: str, code: int, reason: str, on_cluster: Checkout
 ) -> None:
     """The code is that of the rank that failed first, not of the one that srun had to end.
 
@@ -374,7 +374,7 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
     if launcher == "submitit":
         done = on_cluster.submit_py("ddp", "--wait", "--plain", script, fate)
         assert done.returncode == 1
-        assert re.search(f" failed: {told}\n$", done.stderr), done.stderr
+        assert re.search(f" failed: {reason}\n$", done.stderr), done.stderr
         job = int(done.stdout.split()[1])
         path = next(on_cluster.folder.rglob(f"{job}_0_log.out"))
         log = path.read_text()
@@ -384,7 +384,7 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
         on_cluster.cluster.wait(job)
         log = on_cluster.log(job)
     assert on_cluster.cluster.job(job)["ExitCode"] == f"{code}:0", log
-    assert re.search(f"^why     {told}$", log, re.MULTILINE) and "so far 0\n" in log, log
+    assert re.search(f"^why     {reason}$", log, re.MULTILINE) and "so far 0\n" in log, log
     head = log[: log.index("\n\n")]
     assert f"\nscript  '{script}' {fate!r}\npython  {Path(sys.executable).parent}/" in head, log
     assert f"\ncode    {commit} with changes in {script.parent}" in head, log
@@ -578,7 +578,7 @@ def test_a_rank_that_fails_soon_does_not_come_back_for_ever(on_cluster: Checkout
 
 
 @pytest.mark.parametrize(
-    ("fate", "code", "told"),
+    ("fate", "code", "printed"),
     [
         ("os._exit(0)", 0, "done: see "),
         ("time.sleep(600) if rank else sys.exit(7)", 1, "failed: rank 0 ended with exit code 7\n"),
@@ -590,13 +590,13 @@ def test_a_rank_that_fails_soon_does_not_come_back_for_ever(on_cluster: Checkout
         ("open(f'once-{rank}', 'x'); sys.exit(144)", 1, " ended with exit code 144"),
     ],
 )  # fmt: skip
-def test_its_exit_codes_count_without_slurm(fate: str, code: int, told: str, checkout: Checkout) -> None:
+def test_its_exit_codes_count_without_slurm(fate: str, code: int, printed: str, checkout: Checkout) -> None:
     checkout.site("SITE_MONITOR=on")
     done = checkout.submit_py("ddp", "--gpus", 2, "--wait", "--plain", write(checkout, FATES), fate)
-    assert (done.returncode, told in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+    assert (done.returncode, printed in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
     (log,) = (checkout.folder / "results" / "jobs").rglob("*_0_log.out")
-    reason = f"why     {told.removeprefix('failed: ')}"
-    assert (reason in log.read_text()) == told.startswith("failed: "), log.read_text()
+    reason = f"why     {printed.removeprefix('failed: ')}"
+    assert (reason in log.read_text()) == printed.startswith("failed: "), log.read_text()
     assert ("so far 0\n" in log.read_text()) == ("so far" in fate)
 
 
@@ -706,8 +706,8 @@ if os.environ["WORLD_SIZE"] == "2":
     os._exit(0)
 from manygpus.training.recorder import Recorder
 model = torch.nn.Linear(2, 1)
-told = {"batch_size": 8, "epochs": 1, "dataset": " ".join(sys.argv[1:])}
-recorder = Recorder("theirs", model, torch.optim.SGD(model.parameters(), lr=0.1), **told)
+arguments = {"batch_size": 8, "epochs": 1, "dataset": " ".join(sys.argv[1:])}
+recorder = Recorder("theirs", model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
 recorder.epoch(samples=8, seconds=1, loss=1)
 """
 )
@@ -748,7 +748,7 @@ def test_a_sweep_resumes_in_its_own_folder_whatever_the_script_is_given(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--plain", "argument --plain: "),
         ("--plain nowhere.py", "there is no script nowhere.py in "),
@@ -761,7 +761,7 @@ def test_a_sweep_resumes_in_its_own_folder_whatever_the_script_is_given(
         ("--one-process-per-node --plain plain_ddp.py", "--ntasks-per-node=1"),
     ],
 )
-def test_a_job_script_without_the_script(words: str, told: str, checkout: Checkout) -> None:
+def test_a_job_script_without_the_script(words: str, message: str, checkout: Checkout) -> None:
     checkout.fake("scontrol", "echo 127.0.0.2")
     checkout.fake("python", f'exec "{sys.executable}" "$@"')
     checkout.fake("srun", "exit 1")
@@ -770,7 +770,7 @@ def test_a_job_script_without_the_script(words: str, told: str, checkout: Checko
     job |= {"PATH": f"{checkout.commands}:/usr/bin:/bin", "SLURM_TASKS_PER_NODE": "2"}
     done = checkout.run("bash", "slurm_submit.sh", *words.split(" "), cwd=place, **job)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: ") and told in done.stderr, done.stderr
+    assert done.stderr.startswith("error: ") and message in done.stderr, done.stderr
 
 
 def test_its_verdict_names_no_option_of_ours(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def test_accounting_remembers_a_failed_job(cluster: RunningCluster, tmp_path: Pa
     assert cluster.wait(number)["ExitCode"] == "3:0"
     deadline = time.monotonic() + 30
     sacct = ["sacct", "-nPX", "--format=State,ExitCode", "--jobs", number]
-    while (told := cluster.run(sacct).stdout.strip()) != "FAILED|3:0":
-        assert time.monotonic() < deadline, told
+    while (state := cluster.run(sacct).stdout.strip()) != "FAILED|3:0":
+        assert time.monotonic() < deadline, state
         time.sleep(0.5)
 
 
@@ -201,14 +201,14 @@ def test_communication_takes_as_long_as_the_network_lets_it(cluster: RunningClus
         shape = ("--nodes", 2, "--gpus", 2)
         done = slow.run([sys.executable, checkout / "slurm" / "doctor.py", "--json", "--job", *shape])
     assert "with a network of 100 Mbit/s" in status
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     (kept,) = (checkout / "results" / "all_reduce").iterdir()
     measured = {row["bytes"]: row["seconds"] for row in read_all_reduce(kept)}
     assert 2**18 in measured
     assert max(measured) <= 2**20, "a sum of 1 MB takes more than 0.05 s, so there is no larger one"
     for size, seconds in measured.items():
         assert seconds > (size - AT_ONCE) / BYTES_PER_S
-    slower = [finding for finding in told["findings"] if "slower than gigabit" in finding["message"]]
+    slower = [finding for finding in report["findings"] if "slower than gigabit" in finding["message"]]
     assert [finding["level"] for finding in slower] == ["warning"]
     assert f"GB/s at {in_words(max(measured))}" in slower[0]["message"]
 
@@ -243,9 +243,9 @@ def test_an_interrupted_start_leaves_nothing(sign: signal.Signals) -> None:
     links = network_links()
     started = starting(name)
     started.send_signal(sign)
-    told = started.communicate(timeout=60)
+    printed = started.communicate(timeout=60)
     if sign == signal.SIGINT:
-        assert (started.returncode, *told) == (130, "", "")
+        assert (started.returncode, *printed) == (130, "", "")
     else:
         assert traces(name)
         assert run_program("down", "--name", name).returncode == 0
@@ -274,10 +274,10 @@ def test_an_ordinary_user_can_have_one(cluster: RunningCluster) -> None:
         for path in [checkout, *checkout.rglob("*")]:
             os.chown(path, DAEMON, DAEMON, follow_symlinks=False)
         run("up", "--slurm", SLURM, "--name", name)
-        told = run("shell", "--name", name, "--", "srun", "--nodes=2", "--gpus-per-node=1", "env")
+        printed = run("shell", "--name", name, "--", "srun", "--nodes=2", "--gpus-per-node=1", "env")
         # Of the machine's GPUs, too, they shall see none.
         prepared = "task_prolog" in run("shell", "--name", name, "--", "scontrol", "show", "config")
-        assert told.count(f"CUDA_VISIBLE_DEVICES={'-1,' if prepared else ''}0\n") == 2
+        assert printed.count(f"CUDA_VISIBLE_DEVICES={'-1,' if prepared else ''}0\n") == 2
         assert "all nodes are on this host" in run("status", "--name", name)
         run("down", "--name", name)
         assert not Path(f"/tmp/practice-cluster-{DAEMON}-{name}").exists()

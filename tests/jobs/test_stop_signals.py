@@ -86,11 +86,11 @@ def limited(cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize("launcher", JOBS)
 def test_a_signal_at_any_moment(launcher: str, on_cluster: Checkout, never_stopped: Path) -> None:
     """One job, which is stopped at another moment after every start, and ends where the others end."""
-    told = []
+    expected = []
     for start, moment in enumerate(JOBS[launcher]):
         planted, tells = MOMENTS[moment]
         on_cluster.plant("ddp", when(start, planted), at_import=moment == "importing")
-        told.append(tells)
+        expected.append(tells)
     # During the requeue: the batch script gets SIGTERM from it anyway, and here once more before.
     # By the site file, as on the nodes Slurm's own commands come before those of `fake`.
     on_cluster.site('scontrol() { [[ $1 != requeue ]] || kill -TERM $$; command scontrol "$@"; }\n')
@@ -105,9 +105,9 @@ def test_a_signal_at_any_moment(launcher: str, on_cluster: Checkout, never_stopp
     state = on_cluster.cluster.wait(job, timeout=300)
     (path,) = (*on_cluster.folder.rglob(f"*-{job}.log"), *on_cluster.folder.rglob(f"{job}_0_log.out"))
     log = path.read_text()
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(len(told))), log
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(len(expected))), log
     stops = [line for line in log.splitlines() if line.startswith("stopped after")]
-    assert len(stops) == len(told) and all(map(str.startswith, stops, told)), log
+    assert len(stops) == len(expected) and all(map(str.startswith, stops, expected)), log
     assert "Traceback" not in log
 
     assert [row["epoch"] for row in rows_of(on_cluster.folder / "results")] == [1, 2]

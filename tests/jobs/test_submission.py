@@ -609,9 +609,9 @@ def test_a_job_whose_nodes_do_not_see_its_folder(
     monkeypatch.setenv("PATH", str(checkout.commands))
     monkeypatch.setattr(job_status, "OUTCOME_SECONDS", -1)
     job = replace(job_seven(checkout), folder=checkout.folder / "nowhere")
-    told = job.state()
-    assert told.name == "failed"
-    assert str(job.log) not in told.detail and "SITE_SCRATCH_DIR" in told.detail
+    seen = job.state()
+    assert seen.name == "failed"
+    assert str(job.log) not in seen.detail and "SITE_SCRATCH_DIR" in seen.detail
     job.log.touch()
     assert "SITE_SCRATCH_DIR" not in job.state().detail
 
@@ -816,8 +816,8 @@ def test_a_disk_that_is_full_after_the_first_file(command: str, unwritten: str, 
     )  # fmt: skip
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"no disk can be mounted here: {done.stderr}")
-    told = one_error(done)
-    assert str(full / unwritten) in told and os.strerror(errno.ENOSPC) in told
+    error = one_error(done)
+    assert str(full / unwritten) in error and os.strerror(errno.ENOSPC) in error
 
 
 @pytest.mark.parametrize(

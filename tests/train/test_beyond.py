@@ -80,7 +80,7 @@ PLANTED = {
     "counted.py": ("accumulate.py", {"run = Run(": COUNTING}),
     "overflow.py": ("mixed_precision.py", {"scaler.scale(": OVERFLOW, "lr_scheduler.step()": SCALE}),
 }
-TOLD = "told.txt"
+PRINTED = "printed.txt"
 
 
 class Trained:
@@ -89,7 +89,7 @@ class Trained:
     def __init__(self, folder: Path) -> None:
         self.rows = rows_of(folder)
         self.weights = weights_of(folder)
-        self.told = (folder / TOLD).read_text().splitlines()  # one rank's after the other's
+        self.printed = (folder / PRINTED).read_text().splitlines()  # one rank's after the other's
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def folder(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Path:
         precision = () if script == "overflow.py" else ("--precision", "fp32")
         command = (*WITHOUT_DROPOUT, results / script, *EXACT, *precision, *options)
         done = succeeded(forking.run(*command, "--results-dir", results / name, env=ENVIRONMENT, ranks=ranks))
-        with (results / name / TOLD).open("a") as told:
-            told.write(done.stdout)
+        with (results / name / PRINTED).open("a") as file:
+            file.write(done.stdout)
 
     for name, (worlds, *command) in TRAININGS.items():
         for ranks in worlds:
@@ -131,7 +131,7 @@ ROUNDING = 1e-4  # it came to a tenth of that here
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_that_was_stopped_ends_as_one_in_one_go(name: str, trained: Callable) -> None:
     resumed, at_once = trained(name, "resumed"), trained(name, 2)
-    assert any("resumed from" in line for line in resumed.told)
+    assert any("resumed from" in line for line in resumed.printed)
     assert [row["epoch"] for row in resumed.rows] == [1, 2]
     assert furthest(resumed.weights, at_once.weights) < ROUNDING
 
@@ -149,7 +149,7 @@ def test_buckets_are_sent_before_the_other_gradients_are_there(wait: str, traine
     """Those of the linear layers come first, and travel while the convolutions are computed."""
     by_hand = trained(wait, 2)
     assert furthest(by_hand.weights, trained("ddp", 2).weights) < ROUNDING
-    sent = [line for line in by_hand.told if line.startswith("sent ")]
+    sent = [line for line in by_hand.printed if line.startswith("sent ")]
     assert sent == ["sent [10, 128, 1280, 147456]", "sent [4, 8, 36, 288]"] * 2 * 8
 
 
@@ -160,7 +160,7 @@ def test_ranks_that_do_not_average_drift_apart(trained: Callable) -> None:
 
 def checksums(by_hand: Trained) -> list[list[float]]:
     """Return the sums of the weights that the ranks printed after every epoch."""
-    lines = [line for line in by_hand.told if line.startswith("sum of the weights")]
+    lines = [line for line in by_hand.printed if line.startswith("sum of the weights")]
     return [json.loads(line.partition(":")[2]) for line in lines]
 
 
@@ -172,16 +172,16 @@ def test_micro_batches_train_as_the_whole_batch(trained: Callable) -> None:
 
 
 def test_micro_batches_all_reduce_their_gradients_once(trained: Callable) -> None:
-    calls, of_the_whole = (trained(name, 2).told.count("all-reduce") for name in ("accumulate", "whole"))
+    calls, of_the_whole = (trained(name, 2).printed.count("all-reduce") for name in ("accumulate", "whole"))
     assert calls == of_the_whole >= 2 * 8
 
 
 def test_an_overflow_on_one_rank_is_a_step_that_all_leave_out(trained: Callable) -> None:
     """Rank 1's gradients were inf in the third step; after a stop the factor is that of before."""
     for how in (2, "resumed"):
-        told = trained("fp16", how).told
+        printed = trained("fp16", how).printed
         of_ranks = [
-            [tuple(map(float, line.split()[2:])) for line in told if line.startswith(f"scale {rank} ")]
+            [tuple(map(float, line.split()[2:])) for line in printed if line.startswith(f"scale {rank} ")]
             for rank in (0, 1)
         ]
         assert of_ranks[0] == of_ranks[1] and len(of_ranks[0]) == 8
@@ -237,11 +237,11 @@ def test_a_branch_left_out_unannounced_is_one_sentence(
     variant: Path, numbers: str, script: Script, tmp_path: Path
 ) -> None:
     arguments = (*EXACT, "--precision", "fp32", "--graph", "plain", "--results-dir", tmp_path)
-    told = failed(script(variant, *arguments, ranks=2))
+    error = failed(script(variant, *arguments, ranks=2))
     for rank in (0, 1):
-        assert f"error on rank {rank}: the last step left out some of the network" in told
-        assert f"did not receive grad for rank {rank}: {numbers}" in told
-    assert "see 03_multigpu_ddp/beyond/by_feature/unused.py" in told
+        assert f"error on rank {rank}: the last step left out some of the network" in error
+        assert f"did not receive grad for rank {rank}: {numbers}" in error
+    assert "see 03_multigpu_ddp/beyond/by_feature/unused.py" in error
 
 
 def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> None:
@@ -250,22 +250,22 @@ def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> N
         ("dp-by-hand", 3, 20)
     }
     assert furthest(by_hand.weights, trained("ddp", 1).weights) < ROUNDING
-    phases = [line for line in by_hand.told if line.startswith("seconds: ")]
+    phases = [line for line in by_hand.printed if line.startswith("seconds: ")]
     names = ["replicate", "scatter", "forward", "gather", "backward", "sum"]
     assert [re.findall(r"(\w+) [\d.]+", line) for line in phases] == [names, names]
 
 
 def test_the_programs_of_two_pages_run_on_ranks_of_their_own(script: Script, tmp_path: Path) -> None:
     """What each rank says of itself, on two ranks; and unequal numbers of batches, which end equal."""
-    told = {}
+    printed = {}
     for name, page in (("check", BEYOND.parent / "STARTING.md"), ("join", BEYOND / "README.md")):
         *_, code = re.findall(r"^```python\n(import.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
         (tmp_path / f"{name}.py").write_text(code)
-        told[name] = sorted(succeeded(script(tmp_path / f"{name}.py", ranks=2)).stdout.splitlines())
-    for rank, line in enumerate(told["check"]):
+        printed[name] = sorted(succeeded(script(tmp_path / f"{name}.py", ranks=2)).stdout.splitlines())
+    for rank, line in enumerate(printed["check"]):
         assert line.startswith(f"rank {rank} of 2, local rank {rank}, on ")
         assert "CUDA_VISIBLE_DEVICES=" in line
-    steps, weights = zip(*(line.split(" steps, weight ") for line in told["join"]), strict=True)
+    steps, weights = zip(*(line.split(" steps, weight ") for line in printed["join"]), strict=True)
     assert steps == ("rank 0: 3", "rank 1: 5") and len({*weights}) == 1
 
 

@@ -89,8 +89,8 @@ def test_a_trace_that_is_not_written_is_told(tmp_path: Path) -> None:
     """PyTorch says nothing of it."""
     options = [*map(str, SMALL), "--no-cuda", "--trace", "--results-dir", tmp_path]
     command = f"ulimit -f 60; exec {shlex.join(map(str, [sys.executable, SCRIPT, *options]))}"
-    told = one_error(ran("bash", "-c", command))
-    assert ".rank-0.json could not be written: free the space" in told
+    error = one_error(ran("bash", "-c", command))
+    assert ".rank-0.json could not be written: free the space" in error
 
 
 def test_one_worker_neither_communicates_nor_waits(script: Script, tmp_path: Path) -> None:
@@ -137,6 +137,6 @@ def test_waiting_is_told_apart_from_communication(step_phases: ModuleType) -> No
 @pytest.mark.parametrize(("step", "quiet"), [(1.04, True), (1.06, False)])
 def test_a_sum_that_is_not_the_step_is_told(step: float, quiet: bool, step_phases: ModuleType) -> None:
     seconds = step_phases.split(times((0.2, 0.2, 0.4, 0.2)), times((0.2, 0.2, 0.4, 0.2)))
-    told = step_phases.as_text(FACTS, seconds, torch.full((1, 3), step, dtype=torch.float64))
-    assert f"phases sum to 1000.00 ms, the step takes {1000 * step:.2f} ms" in told
-    assert ("the machine was not quiet" in told) == (not quiet)
+    text = step_phases.as_text(FACTS, seconds, torch.full((1, 3), step, dtype=torch.float64))
+    assert f"phases sum to 1000.00 ms, the step takes {1000 * step:.2f} ms" in text
+    assert ("the machine was not quiet" in text) == (not quiet)

@@ -71,8 +71,8 @@ def test_more_steps_wait_no_more_often(recipe: str, script: Script, tmp_path: Pa
     waits = []
     for steps in (5, 25):
         sizes = ("--train-size", 8 * steps, "--test-size", 10 * steps)
-        told = (*CHOSEN, *sizes, "--recipe", recipe, "--results-dir", tmp_path)
-        done = succeeded(script(AROUND, "count-waits", STAGES["single"], *told))
+        arguments = (*CHOSEN, *sizes, "--recipe", recipe, "--results-dir", tmp_path)
+        done = succeeded(script(AROUND, "count-waits", STAGES["single"], *arguments))
         waits += [line for line in done.stdout.splitlines() if line.startswith("waits: [")]
     few, many = waits
     assert few == many != "waits: []"

@@ -280,8 +280,8 @@ def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, script: Script) -> Non
 
     (tmp_path / "checkpoints").mkdir()
     torch.save({"version": 2, "model": Forged()}, tmp_path / "checkpoints" / "epoch-2-step-0.pt")
-    told = script("single", *options(tmp_path)).stderr
-    assert "it holds more than tensors and numbers, and that is never loaded" in told
+    error = script("single", *options(tmp_path)).stderr
+    assert "it holds more than tensors and numbers, and that is never loaded" in error
     assert not touched.exists()
 
 

@@ -139,14 +139,14 @@ def test_each_gpu_draws_its_own_random_numbers_after_a_stop_too(script: Callable
     checkout = Checkout(tmp_path / "a checkout")
     checkout.plant("dp", GENERATORS)
     small = ("--train-size", 128, "--test-size", 50, "--precision", "fp32", "--seed", 7)
-    told = []
+    lines = []
     for epochs, gpus in ((1, 2), (2, 2), (3, 3)):
         done = script(
             checkout.script("dp"), *small, *places(tmp_path), "--epochs", epochs, env={"GPUS": str(gpus)}
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        told.append([line for line in done.stdout.splitlines() if line.startswith(("seeded", "restored"))])
-    assert told == [["seeded 7"], ["seeded 7", "restored [0, 1]"], ["seeded 7", "seeded 3007"]]
+        lines.append([line for line in done.stdout.splitlines() if line.startswith(("seeded", "restored"))])
+    assert lines == [["seeded 7"], ["seeded 7", "restored [0, 1]"], ["seeded 7", "seeded 3007"]]
 
 
 def test_a_checkpoint_of_another_stage_keeps_the_kernels_of_this_one(

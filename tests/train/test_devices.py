@@ -88,12 +88,12 @@ def test_the_reason_that_pytorch_gives_is_told(gpus: Callable, monkeypatch: pyte
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(UserError) as refused:
         device.usable_gpus()
-    for told in (
+    for reason in (
         OLD_DRIVER,
         f"torch {torch.__version__} is built for {device.build()}, ",
         "driver 535.104.05",
     ):
-        assert told in str(refused.value)
+        assert reason in str(refused.value)
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "-1,0,1", "none", "NoDevFiles"])

@@ -82,9 +82,9 @@ def test_a_recorder_tells_ranks_that_train_alone(forking: Forking, tmp_path: Pat
         assert alone.returncode == 1
         assert "UserError: each of the 2 ranks has trained a Linear of its own" in alone.stderr
     for ways in (["same"], ["same", "wrapped"]):
-        told = forking.run(tmp_path / "ranks.py", *ways, ranks=2, env=env)
-        assert told.returncode == 1
-        assert "UserError: all 2 ranks have trained with the same samples" in told.stderr
+        done = forking.run(tmp_path / "ranks.py", *ways, ranks=2, env=env)
+        assert done.returncode == 1
+        assert "UserError: all 2 ranks have trained with the same samples" in done.stderr
     assert not list((tmp_path / "runs").glob("*.csv"))
     # Also of weights that are trained from some step on, of those that become NaN on all ranks, of those
     # that each rank has for itself beside the others, and of parts of a layer, which rightly have the same

@@ -119,10 +119,10 @@ def test_a_run_that_was_stopped_ends_as_one_in_one_go(
     """After its first step with two ranks; the weights that were best are those of the end here."""
     checkpoints = tmp_path / "checkpoints"
     resuming = ("--checkpoint-dir", checkpoints, "--resume", "auto")
-    told = train(tmp_path, *resuming, ranks=2, path=path, around=(*STOPS, 1))
-    assert "stopped after step 1 of epoch 1" in told
-    told = train(tmp_path, *resuming, ranks=ranks, path=path)
-    assert f"resumed from {checkpoints / 'epoch-1-step-1'}" in told
+    printed = train(tmp_path, *resuming, ranks=2, path=path, around=(*STOPS, 1))
+    assert "stopped after step 1 of epoch 1" in printed
+    printed = train(tmp_path, *resuming, ranks=ranks, path=path)
+    assert f"resumed from {checkpoints / 'epoch-1-step-1'}" in printed
     assert_same_end(tmp_path, whole, **ROUNDING)
     best = torch.load(checkpoints / "best.pt", weights_only=True)
     torch.testing.assert_close(best, weights_of(tmp_path), rtol=0, atol=0)
@@ -157,10 +157,10 @@ def test_the_loss_comes_down_to_its_floor_and_not_below(
     floor = gpt_data.entropy_rate()
     assert floor < row["test_loss"] < floor + 0.2
     (path,) = (tmp_path / "runs").glob("*.csv")
-    told = {one["metric"]: one["value"] for one in records.read_metrics(path)}
-    assert told["lowest_possible_loss"] == pytest.approx(floor, rel=1e-5)
-    assert told["tokens_per_s"] == pytest.approx(32 * row["images_per_s"], rel=1e-5)
-    assert math.isnan(told["mfu_percent"])  # of a CPU no peak is known
+    metrics = {one["metric"]: one["value"] for one in records.read_metrics(path)}
+    assert metrics["lowest_possible_loss"] == pytest.approx(floor, rel=1e-5)
+    assert metrics["tokens_per_s"] == pytest.approx(32 * row["images_per_s"], rel=1e-5)
+    assert math.isnan(metrics["mfu_percent"])  # of a CPU no peak is known
 
 
 @pytest.mark.parametrize("harm", [lambda t: t[1:], lambda t: b"\xff" * len(t), lambda t: bytes(len(t)), None])

@@ -106,9 +106,9 @@ def test_a_signal_stops_a_run_and_it_resumes(stage: str | Path, tmp_path: Path) 
             assert process.stdout.readline().startswith("stage ")
             time.sleep(3)  # into the epoch, or to its door
             process.send_signal(signal.SIGUSR2)
-            told = process.stdout.read()
-        assert process.returncode == 0, told
-        steps.append(int(re.search(r"stopped after step (\d+) of epoch 1 by a signal", told)[1]))
+            printed = process.stdout.read()
+        assert process.returncode == 0, printed
+        steps.append(int(re.search(r"stopped after step (\d+) of epoch 1 by a signal", printed)[1]))
     assert steps[0] < steps[1]
 
 
@@ -280,10 +280,10 @@ def test_debug_has_nccl_write_what_it_does(tmp_path: Path) -> None:
 def test_more_processes_than_gpus_is_one_sentence(tmp_path: Path) -> None:
     batch = ("--batch-size", 60 * (GPUS + 1))
     done = run("ddp", *batch, "--results-dir", tmp_path, processes=GPUS + 1)
-    told = done.stderr.partition("Traceback")[0]  # behind our sentence, torchrun may have one of its own
+    error = done.stderr.partition("Traceback")[0]  # behind our sentence, torchrun may have one of its own
     assert done.returncode != 0
-    assert "has the GPU of rank 0" in told
-    assert f"{GPUS} visible GPU(s)" in told
+    assert "has the GPU of rank 0" in error
+    assert f"{GPUS} visible GPU(s)" in error
 
 
 def test_what_one_gpu_can_show_is_compared(tmp_path: Path) -> None:

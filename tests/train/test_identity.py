@@ -54,8 +54,8 @@ def train(name, kind, how, groups=plain, layer=nn.ReLU(), decay=1.0):
     model = nn.Sequential(nn.Linear(2, 3), layer, nn.Linear(3, 1))
     optimizer = kind(groups(model), lr=options.lr, **how)
     lr_scheduler = StepLR(optimizer, 1, decay)
-    told = {"lr_scheduler": lr_scheduler} if name == "told" else {}
-    seen = Recorder("toy", model, optimizer, batch_size=4, epochs=3, dataset="noise", **told)
+    arguments = {"lr_scheduler": lr_scheduler} if name == "told" else {}
+    seen = Recorder("toy", model, optimizer, batch_size=4, epochs=3, dataset="noise", **arguments)
     for epoch in range(3):
         optimizer.step()
         seen.epoch(8, 1.0, options.noise)

@@ -210,5 +210,5 @@ def test_a_script_that_does_not_know_its_devices_refuses_the_batch_of_each(
         STAGES["ddp"].read_text().replace("    opts = opts.resolve_batch_size(dist_env.world_size)\n", "")
     )
     done = script(own, *SMALL, "--batch-size-per-gpu", 64, "--results-dir", tmp_path)
-    told = "this script takes no --batch-size-per-gpu: give --batch-size, or have the script"
-    assert told in one_error(done)
+    expected = "this script takes no --batch-size-per-gpu: give --batch-size, or have the script"
+    assert expected in one_error(done)

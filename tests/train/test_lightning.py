@@ -64,8 +64,8 @@ def assert_equal(of_lightning: Path, of_stage: Path) -> None:
 
 def test_lightning_trains_as_stage_03(runs: Runs, tmp_path: Path) -> None:
     for name, script in (("ddp", STAGES["ddp"]), ("lightning", SCRIPT)):
-        told = (*SMALL, "--recipe", "sgd", "--patience", 5, "--results-dir", tmp_path / name)
-        runs(*WITHOUT_DROPOUT, script, *told, ranks=2)
+        arguments = (*SMALL, "--recipe", "sgd", "--patience", 5, "--results-dir", tmp_path / name)
+        runs(*WITHOUT_DROPOUT, script, *arguments, ranks=2)
     assert_equal(tmp_path / "lightning", tmp_path / "ddp")
 
 
@@ -73,10 +73,10 @@ def test_a_run_that_was_stopped_ends_as_stage_03_in_one_go(runs: Runs, tmp_path:
     """With dropout: the random numbers continue, too."""
     job, whole, to_end = tmp_path / "job", tmp_path / "whole", (*SMALL, "--save-model")
     places = ("--results-dir", job, "--checkpoint-dir", tmp_path / "checkpoints")
-    told = runs(*STOPS, 3, SCRIPT, *to_end, *places, ranks=2)
-    assert re.search(r"^stopped after (step \d of )?epoch 1 by a signal", told, re.MULTILINE)
-    told = runs(SCRIPT, *to_end, *places, "--resume", "auto", ranks=2)
-    assert f"resumed from {tmp_path / 'checkpoints'}" in told
+    printed = runs(*STOPS, 3, SCRIPT, *to_end, *places, ranks=2)
+    assert re.search(r"^stopped after (step \d of )?epoch 1 by a signal", printed, re.MULTILINE)
+    printed = runs(SCRIPT, *to_end, *places, "--resume", "auto", ranks=2)
+    assert f"resumed from {tmp_path / 'checkpoints'}" in printed
     runs(STAGES["ddp"], *to_end, "--results-dir", whole, ranks=2)
     assert_equal(job, whole)
     torch.testing.assert_close(weights_of(job), weights_of(whole), rtol=1e-4, atol=1e-4)
@@ -87,14 +87,14 @@ def test_without_lightning_it_says_how_to_get_it(script: Script, tmp_path: Path)
     (tmp_path / "lightning.py").write_text("raise ModuleNotFoundError('none')")
     runs_it = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     (tmp_path / "without.py").write_text(runs_it)  # which looks for Lightning in its own folder first
-    told = one_error(script(tmp_path / "without.py"))
-    assert told.startswith("error: Lightning is not installed here (none): pip install -e '.[lightn")
+    error = one_error(script(tmp_path / "without.py"))
+    assert error.startswith("error: Lightning is not installed here (none): pip install -e '.[lightn")
 
 
 def test_the_page_tells_what_lightning_does_by_itself(runs: Runs) -> None:
     """Its numbers are those of `lightning_defaults.py`, in this order."""
     *_, line = runs(REPOSITORY / "tests" / "lightning_defaults.py", ranks=2).splitlines()
-    told = re.findall(r"\*\*([\d.]+)(?: of \d+)?(?: and ([\d.]+))?\*\*", (FOLDER / "README.md").read_text())
-    numbers = [float(number) for pair in told for number in filter(None, pair)]
+    pairs = re.findall(r"\*\*([\d.]+)(?: of \d+)?(?: and ([\d.]+))?\*\*", (FOLDER / "README.md").read_text())
+    numbers = [float(number) for pair in pairs for number in filter(None, pair)]
     found = json.loads(line).values()
     assert numbers == [one for value in found for one in (value if isinstance(value, list) else [value])]

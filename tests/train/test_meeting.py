@@ -35,12 +35,12 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize(("place", "told"), ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize(("place", "reason"), ALONE.values(), ids=ALONE)
 def test_why_a_rank_does_not_meet_the_others(
-    place: dict[str, str], told: str, tmp_path: Path, script: Script
+    place: dict[str, str], reason: str, tmp_path: Path, script: Script
 ) -> None:
     done = script("ddp", *SMALL, "--timeout", 1, "--results-dir", tmp_path, env=place)
-    assert re.search(told, failed(done)), done.stderr
+    assert re.search(reason, failed(done)), done.stderr
 
 
 def talk(server: socket.socket) -> None:

@@ -59,8 +59,8 @@ def test_a_signal_before_the_first_step_ends_a_script_as_without_a_checkpointer(
         "Checkpointer({'model': torch.nn.Linear(1, 1)}).resume()\n"
         f"os.kill(os.getpid(), signal.{number})\n"
     )
-    told = forking.run(tmp_path / "own.py", env=ENVIRONMENT, cwd=tmp_path)
-    assert told.returncode == -signal.Signals[number], told.stderr
+    done = forking.run(tmp_path / "own.py", env=ENVIRONMENT, cwd=tmp_path)
+    assert done.returncode == -signal.Signals[number], done.stderr
 
 
 # Ranks with unequal numbers of batches, as on the page about Join; one gets a signal within an epoch.
@@ -297,9 +297,9 @@ def test_the_training_continues_while_the_shards_are_written(own: Own, tmp_path:
 def test_a_rank_that_cannot_write_is_one_sentence_and_the_earlier_checkpoints_stay(
     own: Own, tmp_path: Path
 ) -> None:
-    told = own("again", "split", "full disk", 8)
-    assert told.returncode != 0
-    (error,) = re.findall(r"UserError: the checkpoint .*", told.stderr)
+    done = own("again", "split", "full disk", 8)
+    assert done.returncode != 0
+    (error,) = re.findall(r"UserError: the checkpoint .*", done.stderr)
     assert "on rank 1" in error and "free the space" in error
     kept = sorted(path.name for path in (tmp_path / "again" / "checkpoints").glob("*epoch*"))
     assert kept == ["epoch-1-step-3", "epoch-2-step-1"]
@@ -311,8 +311,8 @@ def test_a_loop_that_does_not_resume_is_told_in_its_first_step(forking: Forking,
         "import torch\nfrom manygpus.checkpoint.checkpointer import Checkpointer\n"
         "Checkpointer({'model': torch.nn.Linear(1, 1)}).step(1, 1)\n"
     )
-    told = forking.run(tmp_path / "own.py", env=ENVIRONMENT, cwd=tmp_path)
-    assert told.returncode != 0 and "call resume()" in told.stderr
+    done = forking.run(tmp_path / "own.py", env=ENVIRONMENT, cwd=tmp_path)
+    assert done.returncode != 0 and "call resume()" in done.stderr
 
 
 CANNOT_BE_SAVED = """
@@ -360,9 +360,9 @@ def test_what_cannot_be_saved_is_named_before_anything_is_lost(
 ) -> None:
     """And not at the first checkpoint, which may be the one at the time limit."""
     (tmp_path / "own.py").write_text(CANNOT_BE_SAVED)
-    told = forking.run(tmp_path / "own.py", what, env=ENVIRONMENT, cwd=tmp_path)
-    assert told.returncode != 0 and told.stdout == printed
-    assert f"UserError: {place}" in told.stderr
+    done = forking.run(tmp_path / "own.py", what, env=ENVIRONMENT, cwd=tmp_path)
+    assert done.returncode != 0 and done.stdout == printed
+    assert f"UserError: {place}" in done.stderr
 
 
 # What the two loops of YOUR_TRAINING.md need around them. Each loss of each rank is printed, and in one batch
@@ -512,5 +512,5 @@ def test_a_checkpoint_of_another_training_is_refused(
     how: str, change: dict[str, object], reason: str, own: Own
 ) -> None:
     succeeded(own("again", how))
-    told = own("again", how, **change)
-    assert told.returncode != 0 and reason in told.stderr
+    done = own("again", how, **change)
+    assert done.returncode != 0 and reason in done.stderr

@@ -283,7 +283,7 @@ def test_a_data_set_that_loader_processes_cannot_get(script: Script, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("before", "line", "told"),
+    ("before", "line", "expected"),
     [
         ("opts = ", "sys.argv += ['--lr', os.environ['RANK'] + '.1']", "different --lr: start all"),
         (
@@ -305,19 +305,19 @@ def test_a_data_set_that_loader_processes_cannot_get(script: Script, tmp_path: P
     ids=["lr", "recipe", "dataset", "width"],
 )
 def test_ranks_with_other_options_do_not_train_together(
-    before: str, line: str, told: str, script: Script, tmp_path: Path
+    before: str, line: str, expected: str, script: Script, tmp_path: Path
 ) -> None:
     own = tmp_path / "own.py"
     own.write_text(STORIES.replace(f"    {before}", f"    import sys; {line}\n    {before}"))
     errors = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
-    assert told in errors
+    assert expected in errors
 
 
 def test_ranks_that_note_other_numbers_are_told(script: Script, tmp_path: Path) -> None:
     own, noted = tmp_path / "own.py", "critic_loss=of_critic"
     own.write_text(STORIES.replace(noted, f"**({{}} if dist_env.rank else {{'{noted[:11]}': of_critic}})"))
-    told = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
-    assert "the ranks give run.log other names: give it the same on all of them." in told
+    error = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
+    assert "the ranks give run.log other names: give it the same on all of them." in error
 
 
 def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Script, tmp_path: Path) -> None:
@@ -331,8 +331,8 @@ def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Scrip
     )
     own.write_text(text)
     given = (own, *SMALL, "--results-dir", tmp_path)
-    told = one_error(script(*given, "--checkpoint-dir", tmp_path / "checkpoints", ranks=1))
-    assert "model['_extra_state'] is a Extra" in told
+    error = one_error(script(*given, "--checkpoint-dir", tmp_path / "checkpoints", ranks=1))
+    assert "model['_extra_state'] is a Extra" in error
     succeeded(script(*given, "--save-model", ranks=1))
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".pt"]
 
@@ -352,13 +352,13 @@ def test_an_optimizer_whose_state_is_split_over_the_ranks(script: Script, tmp_pa
     assert list((tmp_path / "saved").glob("*.pt"))
     sharded = "__import__('manygpus.checkpoint.sharded').checkpoint.sharded.Sharded(second, other)"
     own.write_text(text.replace(whole, zero).replace("    run.resume()", f"    {sharded}\n    run.resume()"))
-    told = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
-    assert "error on rank 0: Sharded cannot save a ZeroRedundancyOptimizer" in told
+    error = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
+    assert "error on rank 0: Sharded cannot save a ZeroRedundancyOptimizer" in error
 
 
 def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_path: Path) -> None:
     """Second networks and optimizers, what differs by rank, and the sums of numbers of its own."""
-    own, told = tmp_path / "stories.py", {}
+    own, recorded = tmp_path / "stories.py", {}
     own.write_text(STORIES)
     for name, stop in (("whole", ""), ("stopped", "1 2")):
         given = (own, *OF_STORIES, *places(tmp_path / name))
@@ -379,11 +379,11 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
         (path,) = (tmp_path / name / "runs").glob("*.csv")
         metrics = [one for one in records.read_metrics(path) if one["metric"] != "words_per_s"]
         assert [one["metric"] for one in metrics] == ["critic_loss"] * 2
-        told[name] = [row["train_loss"] for row in rows] + [one["value"] for one in metrics]
+        recorded[name] = [row["train_loss"] for row in rows] + [one["value"] for one in metrics]
         assert {(row["test_images"], row["parameters"], row["lr"]) for row in rows} == {(0, 63 + 4, 0.1)}
         (words,) = {row["optimizer"] for row in rows}
         assert re.fullmatch(r"SGD momentum=0 .* \+ AdamW betas=0.9,0.999 .*", words)
-    assert told["stopped"] == told["whole"]
+    assert recorded["stopped"] == recorded["whole"]
 
 
 def test_another_optimizer_or_schedule_does_not_resume_and_a_mode_of_one_does(
@@ -457,13 +457,13 @@ class Noise:
 def test_resuming_takes_little_more_memory_than_what_was_saved(script: Script, tmp_path: Path) -> None:
     """On each rank: 48 MB, of which 32 are then the optimizer's."""
     (own := tmp_path / "own.py").write_text(LARGE)
-    told = ""
+    printed = ""
     for epochs in (1, 2):
         given = (own, "--epochs", epochs, "--batch-size", 4, *places(tmp_path))
-        told = succeeded(script(*given, ranks=2)).stdout
-    took = re.findall(r"rank \d took (\d+) MB", told)
+        printed = succeeded(script(*given, ranks=2)).stdout
+    took = re.findall(r"rank \d took (\d+) MB", printed)
     assert len(took) == 2 and all(40 < int(one) < 1.5 * 48 for one in took)
-    first, second = re.findall(r"ends with (\S+)", told)
+    first, second = re.findall(r"ends with (\S+)", printed)
     assert first == second
     assert len(rows_of(tmp_path)) == 2
 

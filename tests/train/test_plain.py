@@ -205,17 +205,17 @@ def test_a_job_with_nothing_of_the_kit(few_images: Path, cluster: RunningCluster
     script.write_text(text)
     sizes = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=2G")
     options = ("--epochs", 1, "--batch-size", 50, "--data-dir", few_images)
-    command = ("sbatch", "--parsable", "--output=told.log", *sizes, "plain_slurm.sh", *options)
+    command = ("sbatch", "--parsable", "--output=job.log", *sizes, "plain_slurm.sh", *options)
     job = int(place.run(*command, cwd=folder, CUDA_VISIBLE_DEVICES="").stdout)
-    log = folder / "told.log"
+    log = folder / "job.log"
     wait_until(lambda: log.exists() and log.read_text().count("waits\n") == 2)
     cluster.run(["scancel", "--signal=USR2", job])
     state = cluster.wait(job, timeout=300)
-    told = log.read_text()
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), told
-    assert "saved and stopped in epoch 1 after 10 of 20 steps\n" in told
-    assert f"resumed from job-{job}/checkpoints/plain_ddp.pt: epoch 1, 10 of 20 steps done\n" in told
-    assert len(re.findall(rf"^epoch 1: .* of {TESTED} right", told, re.MULTILINE)) == 1, told
+    printed = log.read_text()
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), printed
+    assert "saved and stopped in epoch 1 after 10 of 20 steps\n" in printed
+    assert f"resumed from job-{job}/checkpoints/plain_ddp.pt: epoch 1, 10 of 20 steps done\n" in printed
+    assert len(re.findall(rf"^epoch 1: .* of {TESTED} right", printed, re.MULTILINE)) == 1, printed
 
 
 def test_its_own_loop_is_recorded_stops_and_resumes_and_is_compared(
@@ -233,14 +233,14 @@ def test_its_own_loop_is_recorded_stops_and_resumes_and_is_compared(
 
     train("alone", tmp_path, ranks=1)
     train("once", tmp_path / "once", ranks=2)
-    told = train("again", tmp_path, *STOPS, 14, ranks=2)
-    assert "epoch 1/3" in told and "epoch 2/3" not in told
+    printed = train("again", tmp_path, *STOPS, 14, ranks=2)
+    assert "epoch 1/3" in printed and "epoch 2/3" not in printed
     checkpoints = tmp_path / "again" / "checkpoints"
     assert (tmp_path / "again" / "stopped").read_text().strip() == str(checkpoints)
     (newest,) = checkpoints.glob("epoch-2-step-[1-9].pt")
     _add_seconds(newest, 1000)
-    told = train("again", tmp_path, ranks=2)
-    assert "epoch 1/3" not in told and "epoch 3/3" in told
+    printed = train("again", tmp_path, ranks=2)
+    assert "epoch 1/3" not in printed and "epoch 3/3" in printed
     rows, skipped = comparison.load_some([tmp_path / "runs"])
     of_both_starts = rows[rows.devices == 2]
     assert list(of_both_starts.train_loss) == [row["train_loss"] for row in rows_of(tmp_path / "once")]
@@ -293,9 +293,9 @@ def test_a_folder_of_checkpoints_that_the_ranks_do_not_share_is_one_sentence(
     kept: Callable, tmp_path: Path
 ) -> None:
     """A disk of each node has no such folder, or a file of that name with other weights, or half of one."""
-    told = kept(folder="none")
-    assert told.returncode == 1 and "UserError: not all ranks see the same" in told.stderr
-    assert not (tmp_path / "none").exists() and "trained" not in told.stdout
+    done = kept(folder="none")
+    assert done.returncode == 1 and "UserError: not all ranks see the same" in done.stderr
+    assert not (tmp_path / "none").exists() and "trained" not in done.stdout
 
     succeeded(kept())
     (file,) = (tmp_path / "saved").glob("*.pt")
@@ -303,23 +303,23 @@ def test_a_folder_of_checkpoints_that_the_ranks_do_not_share_is_one_sentence(
     checkpoint = torch.load(file, weights_only=True)
     checkpoint["parts"]["model"]["weight"] += 1
     torch.save(checkpoint, other)
-    told = kept(folder="other")
-    assert told.returncode == 1 and "UserError: not all ranks see the same" in told.stderr
+    done = kept(folder="other")
+    assert done.returncode == 1 and "UserError: not all ranks see the same" in done.stderr
 
     other.write_bytes(other.read_bytes()[:1000])
-    told = kept(folder="other")
-    assert told.returncode == 1 and "UserError: no checkpoint in" in told.stderr
+    done = kept(folder="other")
+    assert done.returncode == 1 and "UserError: no checkpoint in" in done.stderr
     assert file.exists()
 
 
 def test_a_recorder_resumes_with_its_own_training_only(kept: Callable) -> None:
     succeeded(kept())
-    told = kept("other lr")
-    assert told.returncode == 1
-    assert re.search(r"epoch-2-step-0.pt does not fit .*its lr is 0.1, not 0.5", told.stderr), told.stderr
+    done = kept("other lr")
+    assert done.returncode == 1
+    assert re.search(r"epoch-2-step-0.pt does not fit .*its lr is 0.1, not 0.5", done.stderr), done.stderr
     # Of a rank that another has left the file is good.
-    told = kept("leaves")
-    assert told.returncode == 1 and "does not fit" not in told.stderr, told.stderr
+    done = kept("leaves")
+    assert done.returncode == 1 and "does not fit" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

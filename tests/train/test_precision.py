@@ -106,8 +106,8 @@ def test_the_tool_times_what_the_device_has(script: Callable) -> None:
     assert [row.split()[0] for row in rows] == ["fp32", "bf16"]
     assert all(float(row.split()[1]) > 0 for row in rows)
     assert "bf16" in advice or "fp32" in advice
-    told = one_error(script(WHICH_PRECISION, "--precision", "bf16", "--no-cuda"))
-    assert "--precision" in told
+    error = one_error(script(WHICH_PRECISION, "--precision", "bf16", "--no-cuda"))
+    assert "--precision" in error
 
 
 @pytest.mark.full
@@ -133,5 +133,5 @@ def test_a_run_resumes_with_tf32_or_says_that_it_cannot(script: Callable, tmp_pa
     assert [row["precision"] for row in rows_of(tmp_path)] == ["tf32", "tf32"]
 
     checkout.script("single").write_text(plain)
-    told = one_error(script(checkout.script("single"), *small, "--precision", "tf32", "--epochs", 3))
-    assert told.startswith("error: --precision tf32 needs an NVIDIA GPU")
+    error = one_error(script(checkout.script("single"), *small, "--precision", "tf32", "--epochs", 3))
+    assert error.startswith("error: --precision tf32 needs an NVIDIA GPU")

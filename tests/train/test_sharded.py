@@ -171,8 +171,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def test_split_over_1_2_or_4_ranks_it_trains_as_with_ddp(by_two: Path, train: Train, tmp_path: Path) -> None:
     train(STAGES["ddp"], tmp_path / "ddp", ranks=2)
     for ranks in (1, 4):
-        told = train(FSDP, tmp_path / f"{ranks}", ranks=ranks)
-        assert held(ranks, ranks, of_optimizer=1) in told
+        printed = train(FSDP, tmp_path / f"{ranks}", ranks=ranks)
+        assert held(ranks, ranks, of_optimizer=1) in printed
     for folder in (tmp_path / "1", by_two, tmp_path / "4"):
         assert_same_end(folder, tmp_path / "ddp", loss=1e-4)
         facts = {tuple(row[name] for name in ("stage", "model", "parameters")) for row in rows_of(folder)}
@@ -185,8 +185,8 @@ def test_each_rank_holds_its_shard_and_with_ddp_all(
     how: str, shards: int, train: Train, tmp_path: Path
 ) -> None:
     """With Adam, which keeps two numbers for each weight."""
-    told = train(FSDP, tmp_path, "--how", how, "--recipe", "fast", "--dry-run", ranks=2)
-    assert held(2, shards, of_optimizer=2) in told
+    printed = train(FSDP, tmp_path, "--how", how, "--recipe", "fast", "--dry-run", ranks=2)
+    assert held(2, shards, of_optimizer=2) in printed
 
 
 def held(ranks: int, shards: int, of_optimizer: int) -> str:
@@ -208,9 +208,9 @@ def test_other_ranks_resume_from_the_newest_checkpoint_that_is_whole(
     content[len(content) // 2] ^= 1  # within a weight
     of_rank_1.write_bytes(content)
 
-    told = train(FSDP, tmp_path, ranks=ranks)
-    assert f"warning: the checkpoint {damaged} cannot be read (wrong checksum of " in told
-    assert f"resumed from {whole}" in told
+    printed = train(FSDP, tmp_path, ranks=ranks)
+    assert f"warning: the checkpoint {damaged} cannot be read (wrong checksum of " in printed
+    assert f"resumed from {whole}" in printed
     assert_same_end(tmp_path, by_two, loss=1e-4)
     aside = damaged.with_suffix(".damaged")
     assert checkpoints_in(tmp_path) == [whole, damaged, aside]  # that was written anew
@@ -218,8 +218,8 @@ def test_other_ranks_resume_from_the_newest_checkpoint_that_is_whole(
 
 def test_one_that_is_split_resumes_split_only(by_two: Path, script: Script, tmp_path: Path) -> None:
     shutil.copytree(by_two / "checkpoints", tmp_path / "checkpoints")
-    told = failed(script(FSDP, *SMALL, *places(tmp_path), "--how", "ddp"))
-    assert "is split over ranks" in told
+    error = failed(script(FSDP, *SMALL, *places(tmp_path), "--how", "ddp"))
+    assert "is split over ranks" in error
 
 
 def test_a_pipeline_trains_as_one_process_and_resumes_with_another_number(
@@ -259,8 +259,8 @@ def test_a_shard_of_a_network_is_never_saved_as_all_of_it(
     """`Run` says so before the training, and after its first step of what was split later."""
     (own := tmp_path / "own.py").write_text(BY_RUN)
     given = ("--epochs", 1, "--batch-size", 32, "--save-model", *places(tmp_path))
-    told = failed(script(own, *given, ranks=2, env={"SPLIT": split}))
-    assert f"error on rank 0: {part} " in told and "give Run sharded=Sharded(model, optimizer)" in told
+    error = failed(script(own, *given, ranks=2, env={"SPLIT": split}))
+    assert f"error on rank 0: {part} " in error and "give Run sharded=Sharded(model, optimizer)" in error
     assert not [*tmp_path.glob("checkpoints/epoch-*"), *tmp_path.glob("models/*.pt")]
     assert not [*tmp_path.glob("runs/*.csv")]
 
@@ -289,9 +289,9 @@ def by_recorder(tmp_path: Path) -> Path:
 
 
 def test_a_checkpointer_never_saves_a_shard_as_all(by_recorder: Path, script: Script, tmp_path: Path) -> None:
-    told = failed(script(by_recorder, "whole", ranks=2, env={"EPOCHS": "2"}))
-    assert "error on rank 0: model is split over the ranks" in told
-    assert "Checkpointer that in place of both" in told
+    error = failed(script(by_recorder, "whole", ranks=2, env={"EPOCHS": "2"}))
+    assert "error on rank 0: model is split over the ranks" in error
+    assert "Checkpointer that in place of both" in error
     assert not (tmp_path / "checkpoints").exists()
 
 

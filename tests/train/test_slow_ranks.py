@@ -38,7 +38,7 @@ def slow(script: Script, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixture) -> None:
-    results, told = slow
+    results, printed = slow
     table = rank_table(results)
     assert list(zip(table.epoch, table["rank"], strict=True)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     # Both wait for the slower one in every step, so only without the waiting do their times differ.
@@ -49,7 +49,7 @@ def test_a_slow_rank_is_named(slow: tuple[Path, str], capsys: pytest.CaptureFixt
         f"rank 1 on {re.escape(os.uname().nodename)}"
         r" takes \d+\.\dx the median of the others for its own"
     )
-    assert len(re.findall(who, told)) == 1, "that of the epoch after the warm-up"
+    assert len(re.findall(who, printed)) == 1, "that of the epoch after the warm-up"
     report([results], results)
     assert re.search(rf"In ddp-\S+ {who}", " ".join(capsys.readouterr().out.split()))
 
@@ -76,10 +76,10 @@ def test_how_long_a_rank_waits_for_its_batches(tmp_path: Path, script: Script, c
 
 
 def test_the_memory_of_every_device_is_told(slow: tuple[Path, str]) -> None:
-    results, told = slow
+    results, printed = slow
     least, most = sorted(rank_table(results).peak_memory_mb.iloc[-2:])
     assert 100 < least <= most == rows_of(results)[-1]["peak_memory_mb"]
-    (line,) = re.findall(r"peak memory of each device, MB: (\d+), (\d+)", told)
+    (line,) = re.findall(r"peak memory of each device, MB: (\d+), (\d+)", printed)
     # The file has six digits of what was rounded for the log.
     assert sorted(map(int, line)) == pytest.approx([least, most], abs=0.501)
 
@@ -165,8 +165,8 @@ def test_who_is_slow(own_seconds: list[tuple[float, ...]], found: str) -> None:
         for epoch, of_epoch in enumerate(own_seconds)
         for rank, seconds in enumerate(of_epoch)
     ]
-    told = records.slow_rank(rows)
-    assert told == (f"{found} of the others for its own part of a step" if found else "")
+    clause = records.slow_rank(rows)
+    assert clause == (f"{found} of the others for its own part of a step" if found else "")
 
 
 def test_it_resumes_with_the_run(tmp_path: Path, script: Script) -> None:

@@ -60,9 +60,9 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path, script: S
     training = (*SMALL, "--epochs", 1, "--checkpoint-minutes", 1e-6, *folders)
     first = start_stage(place.script("single"), *training)
     wait_for(lambda: list(tmp_path.glob("checkpoints/*.pt")), first)
-    told = one_error(script("single", *training, "--resume", "auto"))
+    error = one_error(script("single", *training, "--resume", "auto"))
     (tmp_path / "go").touch()
-    assert "another run saves its checkpoints in" in told
+    assert "another run saves its checkpoints in" in error
     output, _ = first.communicate(timeout=300)
     assert first.returncode == 0, output
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
@@ -152,9 +152,9 @@ def test_a_loss_that_is_no_number_ends_all_ranks_within_the_epoch(script: Script
     )
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     training = ("--epochs", 2, "--train-size", 20_000, "--batch-size", 10, "--checkpoint-minutes", 1e-6)
-    told = failed(script(place.script("ddp"), *training, "--precision", "fp32", *folders, ranks=2))
+    error = failed(script(place.script("ddp"), *training, "--precision", "fp32", *folders, ranks=2))
     for rank in (0, 1):
-        assert f"error on rank {rank}: the loss is nan at step 5 of epoch 1: lower --lr" in told
+        assert f"error on rank {rank}: the loss is nan at step 5 of epoch 1: lower --lr" in error
     for path in (tmp_path / "checkpoints").glob("*.pt"):
         assert torch.load(path, weights_only=True)["parts"]["partial_epoch"]["losses"].isfinite().all()
 
@@ -176,8 +176,8 @@ def test_weights_that_are_no_numbers_replace_no_checkpoint(
     folders = ("--results-dir", tmp_path, "--checkpoint-dir", tmp_path / "checkpoints")
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.pt")}
     training = (*SMALL, "--epochs", 3, "--checkpoint-minutes", 1e-9, "--resume", "auto", *folders)
-    told = one_error(script(checkout.script("single"), *training))
-    assert "are no longer numbers after step 1 of epoch 3: lower --lr, in a new run" in told
+    error = one_error(script(checkout.script("single"), *training))
+    assert "are no longer numbers after step 1 of epoch 3: lower --lr, in a new run" in error
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.pt")} == before
 
 
@@ -207,9 +207,9 @@ def test_a_file_system_that_breaks_after_the_first_epoch(script: Script, tmp_pat
         faults.at_end_of_epoch(2, fill_the_disk)
         """,
     )
-    told = failed(script(place.script("ddp"), *SMALL, "--epochs", 3, "--results-dir", tmp_path, ranks=2))
-    assert "cannot be written (No space left on device): free the space" in told
-    assert "error on rank 1: rank 0 had to stop: see its error." in told
+    error = failed(script(place.script("ddp"), *SMALL, "--epochs", 3, "--results-dir", tmp_path, ranks=2))
+    assert "cannot be written (No space left on device): free the space" in error
+    assert "error on rank 1: rank 0 had to stop: see its error." in error
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
     assert not list(tmp_path.glob("runs/*.tmp"))
 
@@ -229,9 +229,9 @@ def test_a_file_system_that_hangs_longer_than_the_timeout(script: Script, tmp_pa
         """,
     )
     training = (*SMALL, "--epochs", 3, "--timeout", 5, "--results-dir", tmp_path)
-    told = failed(script(place.script("ddp"), *training, ranks=2))
+    error = failed(script(place.script("ddp"), *training, ranks=2))
     for rank in (0, 1):
-        assert f"error on rank {rank}: lost the other ranks" in told
+        assert f"error on rank {rank}: lost the other ranks" in error
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
 
 
@@ -266,7 +266,7 @@ FULL = "the memory of this process's GPU is full: lower --batch-size"
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "told"),
+    ("kind", "text", "sentence"),
     [
         ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", FULL),
         ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", FULL),
@@ -289,11 +289,11 @@ FULL = "the memory of this process's GPU is full: lower --batch-size"
     ],
 )
 def test_an_error_of_a_gpu_or_of_nccl_is_one_sentence(
-    kind: str, text: str, told: str, script: Script, checkout: Checkout
+    kind: str, text: str, sentence: str, script: Script, checkout: Checkout
 ) -> None:
     checkout.plant("ddp", f"raise {kind}({text!r})")
     done = script(checkout.script("ddp"), env={"RANK": "1"})
-    assert f"error on rank 1: {told}" in one_error(done)
+    assert f"error on rank 1: {sentence}" in one_error(done)
 
 
 # A thread of the group is held up until Python ends, as on a busy machine, while it gives back a tensor.

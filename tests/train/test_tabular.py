@@ -33,8 +33,8 @@ ROUNDING = 1e-5  # it came to a twentieth of that here
 class Trained:
     """The files of a training's folder: its rows, metrics and weights; and its output."""
 
-    def __init__(self, folder: Path, told: str) -> None:
-        self.folder, self.told = folder, told
+    def __init__(self, folder: Path, printed: str) -> None:
+        self.folder, self.printed = folder, printed
         self.rows = rows_of(folder)
         self.metrics: dict[int, dict[tuple[str, str], float]] = {}
         for csv in (folder / "runs").glob("*.csv"):
@@ -120,7 +120,7 @@ def test_metrics_do_not_depend_on_the_ranks(trained: dict[str, Trained]) -> None
     for name in ("exact on 2", "exact on 3"):
         for epoch, metrics in trained["exact"].metrics.items():
             assert trained[name].metrics[epoch] == pytest.approx(metrics, rel=1e-4), (name, epoch)
-        assert f"failing {100 * metrics['recall', 'failing']:.1f} %" in trained[name].told
+        assert f"failing {100 * metrics['recall', 'failing']:.1f} %" in trained[name].printed
     counted = [value for (metric, of), value in metrics.items() if metric == "rows" and "taken" in of]
     assert sum(counted) == 1000
 
@@ -132,6 +132,6 @@ def test_a_run_that_resumes_keeps_the_metrics_of_before(
     places = ("--checkpoint-dir", tmp_path / "checkpoints", "--resume", "auto")
     for epochs in (1, 2):
         resumed = train(script, tmp_path, 2, *WORKERS, *places, "--epochs", epochs)
-    assert "resumed from" in resumed.told
+    assert "resumed from" in resumed.printed
     assert furthest(resumed.weights, trained["exact on 2"].weights) < ROUNDING
     assert resumed.metrics == trained["exact on 2"].metrics

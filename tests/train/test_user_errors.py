@@ -214,9 +214,9 @@ def test_a_loader_process_is_killed_at_any_moment(
     dying = shutil.copy(STAGES["single"], tmp_path / "dying.py")
     plant(dying, DYING.format(stopped=stopped, number=number, seconds=seconds + 0.2 * stopped))
     done = script(dying, *WITH_LOADERS, "--results-dir", tmp_path)
-    told = one_error(done)
-    assert told.startswith("error: a loader process was killed (")
-    assert told.endswith("lower --num-workers, or ask Slurm for more with --mem.")
+    error = one_error(done)
+    assert error.startswith("error: a loader process was killed (")
+    assert error.endswith("lower --num-workers, or ask Slurm for more with --mem.")
     (loaders,) = re.findall("^loaders (.*)", done.stdout, re.MULTILINE)
     assert not any(map(psutil.pid_exists, map(int, loaders.split())))  # the others end, too
 
@@ -247,20 +247,20 @@ def test_an_error_of_the_samples_stays_what_it_is(loaders: int, tmp_path: Path, 
 
 
 def test_a_mistake_of_a_rank_ends_the_run_without_a_traceback(script: Script) -> None:
-    for mistake, told in (
+    for mistake, expected in (
         (("--results-dir", "/proc/nowhere"), "error on rank 0: results cannot be written to /proc/nowhere"),
         (
             ("--batch-size", 65),
             "--batch-size 65 does not divide evenly among 2 processes: the nearest is 64 or 66.",
         ),
     ):
-        assert told in failed(script("ddp", *mistake, ranks=2))
+        assert expected in failed(script("ddp", *mistake, ranks=2))
 
 
 @pytest.mark.skipif(torch.__version__ < sharded.NEEDED, reason="pipeline.py needs a newer PyTorch")
 def test_blocks_that_do_not_divide_among_the_ranks(script: Script) -> None:
-    told = failed(script(BY_FEATURE / "pipeline.py", ranks=3))
-    assert "8 blocks do not divide evenly among 3 processes: start 1, 2, 4 or 8" in told
+    error = failed(script(BY_FEATURE / "pipeline.py", ranks=3))
+    assert "8 blocks do not divide evenly among 3 processes: start 1, 2, 4 or 8" in error
 
 
 def test_data_that_is_not_mnist(mnist_dir: Path, tmp_path: Path, script: Script) -> None:

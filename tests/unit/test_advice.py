@@ -64,12 +64,12 @@ def test_recorded_runs(asked: Asked, tmp_path: Path) -> None:
     assert (tmp_path / "how_many_cost.png").stat().st_size > 10_000
 
     answer = json.loads(asked(*arguments, "--json").stdout)
-    told, best = done.stdout.replace("\n   ", ""), answer["best"]
+    printed, best = done.stdout.replace("\n   ", ""), answer["best"]
     assert [best[name] for name in ("stage", "devices", "nodes", "global_batch")] == ["ddp", 2, 1, 128]
     assert best["basis"] == "measured" and best in answer["options"]
     assert all(low <= middle <= high for low, middle, high in (best["images_per_s"], best["minutes"]))
-    assert answer["sentence"] in told
-    assert f"which cost {2 * best['gpu_hours'][1]:.3g} (" in told
+    assert answer["sentence"] in printed
+    assert f"which cost {2 * best['gpu_hours'][1]:.3g} (" in printed
     rows = [line for line in unpadded(tmp_path / "how_many_gpus.md").splitlines() if line[:2] == "| "]
     assert len(rows) == len(answer["options"]) + 1
     (row,) = (row for row in rows if row.startswith("| DDP | 2 | 128 |"))
@@ -169,8 +169,11 @@ def test_what_supports_no_answer(asked: Asked, tmp_path: Path) -> None:
     }
     for arguments, key_words in cases.items():
         done = asked(*arguments, "--json")
-        told = done.stdout + done.stderr
-        assert done.returncode == 1 and key_words in told and "Traceback" not in told, (key_words, told)
+        printed = done.stdout + done.stderr
+        assert done.returncode == 1 and key_words in printed and "Traceback" not in printed, (
+            key_words,
+            printed,
+        )
     done = asked(mixed, "--set", 2, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["best"]
 

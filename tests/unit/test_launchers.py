@@ -179,9 +179,9 @@ def test_a_variable_that_is_missing_is_named(only: pytest.MonkeyPatch) -> None:
     """With what a single process would have to unset: what is set."""
     for name in ("SIZE", "RANK", "LOCAL_RANK"):
         only.setenv(f"OMPI_COMM_WORLD_{name}", "1")
-    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_LOCAL_SIZE is None") as told:
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_LOCAL_SIZE is None") as raised:
         launchers.read()
-    assert re.findall("unset (.*)[.]", str(told.value)) == ["OMPI_COMM_WORLD_SIZE"]
+    assert re.findall("unset (.*)[.]", str(raised.value)) == ["OMPI_COMM_WORLD_SIZE"]
 
 
 # What launchers that are not read here set for a rank of several, and for a single process.

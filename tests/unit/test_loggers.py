@@ -32,8 +32,8 @@ model.weight.data.zero_()
 model.bias.data.zero_()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 watched = [TensorBoardLogger("tensorboard"), WandbLogger("mine", "."), MLflowLogger("mlflow", "mine")]
-told = {"batch_size": 10, "epochs": 3, "dataset": "d", "settings": {"hidden": 256}}
-recorder = Recorder("mine", model, optimizer, loggers=watched, **told)
+arguments = {"batch_size": 10, "epochs": 3, "dataset": "d", "settings": {"hidden": 256}}
+recorder = Recorder("mine", model, optimizer, loggers=watched, **arguments)
 checkpointer = Checkpointer({"model": model, "optimizer": optimizer, "recorder": recorder})
 first, _ = checkpointer.resume()
 for epoch in range(first, first + 2):
@@ -210,8 +210,8 @@ def test_a_server_that_is_down_is_given_up_soon(tmp_path: Path, capsys: pytest.C
     with ThreadingHTTPServer(("127.0.0.1", 0), Down) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         watched = [loggers.MLflowLogger(f"http://127.0.0.1:{server.server_port}", "mine")]
-        told = {"batch_size": 4, "epochs": 1, "dataset": "d", "results_dir": tmp_path}
-        recorder = Recorder("mine", model, optimizer, loggers=watched, **told)
+        arguments = {"batch_size": 4, "epochs": 1, "dataset": "d", "results_dir": tmp_path}
+        recorder = Recorder("mine", model, optimizer, loggers=watched, **arguments)
         recorder.epoch(4, 1.0, 0.5)
         server.shutdown()
     assert len(requests) == 2

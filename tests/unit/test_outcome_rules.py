@@ -42,10 +42,10 @@ def end(
 
 
 def test_what_slurm_says(release: str) -> None:
-    told = {path.stem: facts(release, path.stem) for path in (RECORDED / release).iterdir()}
-    assert [name for name in told if told[name].at_time_limit] == ["time_limit"]
-    assert [name for name in told if told[name].preempted] == ["preempted"]
-    assert {name for name in told if told[name].restarts} == {"node_failed", "requeued"}
+    recorded = {path.stem: facts(release, path.stem) for path in (RECORDED / release).iterdir()}
+    assert [name for name in recorded if recorded[name].at_time_limit] == ["time_limit"]
+    assert [name for name in recorded if recorded[name].preempted] == ["preempted"]
+    assert {name for name in recorded if recorded[name].restarts} == {"node_failed", "requeued"}
     assert SlurmFacts.parse("") == SlurmFacts()  # its controller does not answer
 
 
@@ -225,9 +225,9 @@ def test_a_node_failed(release: str, tmp_path: Path) -> None:
 
 def ask(question: str, folder: Path, **values: object) -> str:
     """What in_job answers, asked as by a job script that has begun."""
-    told = {"launcher": "srun", "seconds": 5, "most_restarts": 50, "failure": "", "begun": 1}
-    told |= {"from_outside": "", "resumes_unsaved": "", "folder": folder, "log": folder / "log"} | values
-    entries = "".join(f"{name}={value}\0" for name, value in told.items()) + "\0"
+    inputs = {"launcher": "srun", "seconds": 5, "most_restarts": 50, "failure": "", "begun": 1}
+    inputs |= {"from_outside": "", "resumes_unsaved": "", "folder": folder, "log": folder / "log"} | values
+    entries = "".join(f"{name}={value}\0" for name, value in inputs.items()) + "\0"
     command = (sys.executable, "-m", "manygpus.jobs.inside.in_job", question)
     return succeeded(ran(*command, env=ENVIRONMENT, input=entries)).stdout
 
@@ -307,8 +307,8 @@ def test_a_job_that_hung_until_its_limit_needs_no_more_time(release: str, tmp_pa
     assert "rank 1 did nothing" in hung.why[0] and any("rank 1 did nothing" in line for line in hung.said)
     # Ranks that outlive SIGTERM leave the job script no time for an outcome.
     for outcome in (hung, None, replace(hung, why=[])):
-        told = of_a_job.reason(tmp_path, outcome, slurm.TIMEOUT)
-        assert "rank 1 did nothing" in told and "--time" not in told
+        sentence = of_a_job.reason(tmp_path, outcome, slurm.TIMEOUT)
+        assert "rank 1 did nothing" in sentence and "--time" not in sentence
     assert of_a_job.reason(tmp_path, replace(hung, why=["rank 2 failed"]), slurm.TIMEOUT) == "rank 2 failed"
     assert end(tmp_path, facts(release, "scancel"), ending).why == []
     find_stalled_ranks(tmp_path, until_the_end=False)

@@ -24,8 +24,8 @@ def recorder(folder: Path, **options: object) -> tuple[Recorder, dict[str, objec
     """A training with another loop, and the parts of it that are saved."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    told = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": folder} | options
-    run = Recorder("own", model, optimizer, **told)
+    arguments = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": folder} | options
+    run = Recorder("own", model, optimizer, **arguments)
     return run, {"model": model, "optimizer": optimizer, "recorder": run}
 
 
@@ -105,7 +105,7 @@ def test_a_start_that_resumes_has_a_record_of_its_own(saved: Path, tmp_path: Pat
 
 def test_an_optimizer_that_was_loaded_before_has_the_rate_that_it_began_with(tmp_path: Path) -> None:
     """Whatever the script says now, its rate is that of the checkpoint, and so is what has changed it."""
-    told = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": tmp_path}
+    arguments = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": tmp_path}
     for lr, decay in ((0.1, 0.5), (0.2, 0.9)):
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -113,7 +113,7 @@ def test_an_optimizer_that_was_loaded_before_has_the_rate_that_it_began_with(tmp
             optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
         # The kit sees it first when it has made steps.
         lr_scheduler = SimpleNamespace(state_dict=lambda decay=decay: {"decay": decay})
-        run = Recorder("own", model, optimizer, lr_scheduler=lr_scheduler, **told)
+        run = Recorder("own", model, optimizer, lr_scheduler=lr_scheduler, **arguments)
         if (tmp_path / "saved.pt").exists():
             load(tmp_path / "saved.pt", {"recorder": run})
         model(torch.ones(1, 2)).sum().backward()
@@ -198,11 +198,11 @@ def test_one_saved_training_after_another_in_one_process(saved: Path, tmp_path: 
 )
 @pytest.mark.parametrize("name", ["[test] mine", "../up", "-", ""])
 def test_any_optimizer_and_any_name_resume(kind: type, name: str, tmp_path: Path) -> None:
-    told = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": tmp_path}
+    arguments = {"batch_size": 4, "epochs": 3, "dataset": "d", "results_dir": tmp_path}
     for first_epoch in (1, 2):
         model = torch.nn.Linear(2, 2)
         optimizer = kind(model.parameters(), lr=0.1)
-        run = Recorder(name, model, optimizer, **told)
+        run = Recorder(name, model, optimizer, **arguments)
         parts = {"model": model, "optimizer": optimizer, "recorder": run}
         if first_epoch == 2:
             load(tmp_path / "saved.pt", parts)
@@ -210,7 +210,7 @@ def test_any_optimizer_and_any_name_resume(kind: type, name: str, tmp_path: Path
         run.epoch(4, 1.0, 0.5)
         save(tmp_path / "saved.pt", parts)
     load(tmp_path / "saved.pt", parts)  # back to what it saved
-    another = Recorder(name, model, optimizer, **told | {"batch_size": 8})
+    another = Recorder(name, model, optimizer, **arguments | {"batch_size": 8})
     with pytest.raises(ValueError, match="its global_batch is 4, not 8"):
         load(tmp_path / "saved.pt", parts | {"recorder": another})
 

@@ -66,10 +66,10 @@ def test_what_no_run_has_written_is_named_and_the_rest_is_compared(plot: Script,
     windows.write_bytes(b"\xef\xbb\xbf" + SAMPLE.read_bytes())
     done = plot(windows, folder, "--out", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
-    told = "".join(done.stdout.split())  # long lines are wrapped
+    printed = "".join(done.stdout.split())  # long lines are wrapped
     for path, reason in reasons.items():
-        assert told.count("".join(f"Skipped: {path}: not read, {reason}".split())) == 1, (path, reason)
-    assert told.count("Skipped:") == len(reasons)
+        assert printed.count("".join(f"Skipped: {path}: not read, {reason}".split())) == 1, (path, reason)
+    assert printed.count("Skipped:") == len(reasons)
     alone, _ = comparison.load([SAMPLE])
     table = pd.read_csv(tmp_path / "out" / "comparison.csv")
     assert table.images_per_s.to_list() == comparison.summarize(alone).images_per_s.to_list()

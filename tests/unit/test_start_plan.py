@@ -265,8 +265,8 @@ def test_where_the_ranks_meet() -> None:
     assert plan.exports["NCCL_SOCKET_IFNAME"] == plan.exports["GLOO_SOCKET_IFNAME"] == "ib0"
     of_the_site = decide(JOB, MASTER_ADDR="fast", MASTER_PORT="1234")
     assert (of_the_site.exports["MASTER_ADDR"], of_the_site.exports["MASTER_PORT"]) == ("fast", "1234")
-    for wrong, told in {"login": "is 10.0.0.9, no address of", "nowhere": "is unknown"}.items():
-        assert told in refusal(JOB, MASTER_ADDR=wrong)
+    for wrong, reason in {"login": "is 10.0.0.9, no address of", "nowhere": "is unknown"}.items():
+        assert reason in refusal(JOB, MASTER_ADDR=wrong)
     unknown = replace(JOB, first_node="n9")  # its name is not known here, but its address in Slurm
     assert decide(unknown).exports["MASTER_ADDR"] == "10.0.0.7"
     assert "neither n9 nor its address" in refusal(replace(unknown, first_node_record="NodeAddr=n9"))
