@@ -181,14 +181,16 @@ class Checkout:
         """Run a command to its end, by default in the folder of the checkout."""
         where = {"cwd": cwd or self.folder, "timeout": 300}
         if not self.cluster:
-            how = {"capture_output": True, "text": True}
-            return subprocess.run(list(map(str, command)), env=self.environment | environment, **where, **how)
+            output_settings = {"capture_output": True, "text": True}
+            return subprocess.run(
+                list(map(str, command)), env=self.environment | environment, **where, **output_settings
+            )
         # Set behind the cluster's own settings; the commands of `fake` come before those of the cluster.
         first = shlex.quote(f"{self.commands}:{Path(sys.executable).parent}")
         settings = {"PYTHONPATH": self.environment["PYTHONPATH"]} | environment
-        given = [f"{name}={value}" for name, value in settings.items()]
+        assignments = [f"{name}={value}" for name, value in settings.items()]
         return self.cluster.run(
-            ["bash", "-c", f'PATH={first}:$PATH exec env "$@"', "bash", *given, *command], **where
+            ["bash", "-c", f'PATH={first}:$PATH exec env "$@"', "bash", *assignments, *command], **where
         )
 
     def python(self, script: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:

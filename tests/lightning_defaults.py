@@ -39,10 +39,10 @@ class Watched(LightningModule):
 
     def validation_step(self, batch: list, _: int) -> None:
         self.tested_on.append(batch[0])
-        right, how = 100 * (batch[0] < RIGHT).float(), {"batch_size": len(batch[0])}
-        self.log("by_rank", right.mean(), **how)
-        self.log("by_mean", right.mean(), sync_dist=True, **how)
-        self.log("by_sum", right.sum() / len(TEST), sync_dist=True, reduce_fx="sum", **how)
+        right, settings = 100 * (batch[0] < RIGHT).float(), {"batch_size": len(batch[0])}
+        self.log("by_rank", right.mean(), **settings)
+        self.log("by_mean", right.mean(), sync_dist=True, **settings)
+        self.log("by_sum", right.sum() / len(TEST), sync_dist=True, reduce_fx="sum", **settings)
 
 
 def batches(images: torch.Tensor) -> DataLoader:
@@ -69,7 +69,7 @@ def main() -> None:
     metrics = process_group.gather(
         {name: round(value.item(), 2) for name, value in shares.callback_metrics.items()}
     )
-    found = {
+    numbers = {
         "images_of_a_step": sum(process_group.gather(len(network.trained_on[0]))),
         "tested": sum(process_group.gather(sum(map(len, network.tested_on)))),
         "by_rank": [of_rank["by_rank"] for of_rank in metrics],
@@ -79,7 +79,7 @@ def main() -> None:
         "seed_everything": sum(a == b for a, b in zip(*masks, strict=True)),
     }
     if dist_env.rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(numbers))
     destroy_distributed()
 
 

@@ -18,7 +18,7 @@ PRACTICE_CLUSTER = ("make cluster-", "slurm/practice_cluster/cluster.py ")  # te
 
 def _blocks() -> list[tuple[Path, str]]:
     """Document and commands; all that watch a running job are taken together, from the top folder."""
-    found, watching = [], []
+    blocks, watching = [], []
     for readme, block in lessons.commands(on_a_cluster=True):
         document = readme.relative_to(REPOSITORY)
         lines = [
@@ -30,8 +30,8 @@ def _blocks() -> list[tuple[Path, str]]:
             assert str(document) in lessons.FROM_THE_TOP
             watching += [line for line in lines if "scancel" not in line]
         elif lines:
-            found.append((document, "\n".join(lines)))
-    return [*found, (Path("slurm/MONITORING.md"), "\n".join([*watching, "scancel <job>"]))]
+            blocks.append((document, "\n".join(lines)))
+    return [*blocks, (Path("slurm/MONITORING.md"), "\n".join([*watching, "scancel <job>"]))]
 
 
 @pytest.fixture(scope="module")

@@ -111,9 +111,9 @@ def test_a_container_has_what_a_rank_needs(site: str, tmp_path: Path) -> None:
     facts = json.loads(facts_file.read_text()) if facts_file.exists() else {}
     assert bool(facts) == (site != "pyxis")  # there it is srun that starts the container
     options = facts.get("options", srun)
-    given = [option.partition("=")[::2] for option in options]
-    values = dict(given)
-    mounted = {path for name, mounts in given if name in MOUNTS for path in mounts.split(",")}
+    options_and_values = [option.partition("=")[::2] for option in options]
+    values = dict(options_and_values)
+    mounted = {path for name, mounts in options_and_values if name in MOUNTS for path in mounts.split(",")}
     for path in (str(checkout), data):
         assert any(Path(path).is_relative_to(outside) for outside in map(at_one_path, mounted)), mounted
     if site == "apptainer":

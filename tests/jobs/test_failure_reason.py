@@ -257,12 +257,12 @@ def test_what_launchers_and_nccl_print(
 ) -> None:
     for rank in range(4):
         (tmp_path / f"rank-{rank}.started").write_text(f"n{rank // 2 + 1}\n")
-    found = failure_reason.Evidence(tmp_path, {0: printed.splitlines()}, launcher).reasons()
-    assert [reason.text for reason in found] == reasons and found[0].exit_code == exit_code
+    found_reasons = failure_reason.Evidence(tmp_path, {0: printed.splitlines()}, launcher).reasons()
+    assert [reason.text for reason in found_reasons] == reasons and found_reasons[0].exit_code == exit_code
     # What a rank could still say itself comes first.
     (tmp_path / "rank-5.failed").write_text("error on rank 5\n")
-    for how, code in {"Exited with exit code 3": 3, "Aborted": 1, "Terminated": 1}.items():
-        of_rank_5 = [f"srun: error: n3: task 5: {how}"] if launcher == "srun" else []
+    for ending, code in {"Exited with exit code 3": 3, "Aborted": 1, "Terminated": 1}.items():
+        of_rank_5 = [f"srun: error: n3: task 5: {ending}"] if launcher == "srun" else []
         (first, *_) = failure_reason.Evidence(
             tmp_path, {0: printed.splitlines() + of_rank_5}, launcher
         ).reasons()
@@ -272,9 +272,9 @@ def test_what_launchers_and_nccl_print(
 def test_a_rank_that_lost_another_was_not_the_first(tmp_path: Path) -> None:
     for rank in range(3):
         (tmp_path / f"rank-{rank}.started").touch()
-    found = failure_reason.Evidence(tmp_path, {0: LOST.splitlines()}, "srun").reasons()
-    assert [reason.rank for reason in found] == [2, 0, 1] and "BadDataError: planted" in found[0].text
-    (_, *others) = failure_reason.sentences(found)
+    reasons = failure_reason.Evidence(tmp_path, {0: LOST.splitlines()}, "srun").reasons()
+    assert [reason.rank for reason in reasons] == [2, 0, 1] and "BadDataError: planted" in reasons[0].text
+    (_, *others) = failure_reason.sentences(reasons)
     assert others == [f"then    rank {rank} on n1 ended with exit code 1" for rank in (0, 1)]
 
 
@@ -296,17 +296,17 @@ def test_gloo_gave_up_and_names_who_hung(launcher: str, fate: str, tmp_path: Pat
         (tmp_path / f"rank-{rank}.lost").write_text(GLOO.format(rank, WAITED))
     if fate == "killed":
         (tmp_path / "rank-1.started").write_text("n2")
-        how = {"srun": "Killed", "torchrun": "-9"}[launcher]
+        ending = {"srun": "Killed", "torchrun": "-9"}[launcher]
     else:
         (tmp_path / "rank-1.lost").write_text(GLOO.format(1, CLOSED))
-        how = {"srun": "Exited with exit code 1", "torchrun": "1"}[launcher]
-    logs = {0: HUNG[launcher].format(how).splitlines()}
+        ending = {"srun": "Exited with exit code 1", "torchrun": "1"}[launcher]
+    logs = {0: HUNG[launcher].format(ending).splitlines()}
     first, *_ = failure_reason.Evidence(tmp_path, logs, launcher).reasons()
     assert "rank 0,2 waited for rank 1 on n2" in first.text
     (tmp_path / "rank-1.started").unlink(missing_ok=True)
     (tmp_path / "rank-1.lost").write_text(GLOO.format(1, WAITED))  # all have waited: nobody is named
-    (found,) = failure_reason.Evidence(tmp_path, {}, launcher).reasons()
-    assert not re.search(WHO, found.text)
+    (reason,) = failure_reason.Evidence(tmp_path, {}, launcher).reasons()
+    assert not re.search(WHO, reason.text)
 
 
 @pytest.mark.parametrize(
@@ -324,27 +324,27 @@ def test_what_to_do_about_an_error_of_a_plain_script(
     for rank in range(ranks):
         (tmp_path / f"rank-{rank}.started").touch()
     printed = [error, "srun: error: n1: task 0: Exited with exit code 1"]
-    (found,) = failure_reason.Evidence(tmp_path, {0: printed}, "srun").reasons()
-    assert found.text.partition(error)[2].startswith(": " if remedy else "") and remedy in found.text
-    assert ("--one" in found.text or "SITE_" in found.text) == bool(remedy)
+    (reason,) = failure_reason.Evidence(tmp_path, {0: printed}, "srun").reasons()
+    assert reason.text.partition(error)[2].startswith(": " if remedy else "") and remedy in reason.text
+    assert ("--one" in reason.text or "SITE_" in reason.text) == bool(remedy)
 
 
 @pytest.mark.parametrize("words", ["Invalid --no-kill specification", "Unable to create step for job 7: x"])
 def test_srun_that_starts_nothing_says_why(words: str, tmp_path: Path) -> None:
     """But for what it says of a rank or a node that has failed."""
     others = ["srun: error: n1: task 0: Killed", "srun: error: Node failure on n2"]
-    (found,) = failure_reason.Evidence(tmp_path, {0: [*others, f"srun: error: {words}"]}, "srun").reasons()
-    assert words in found.text and "SLURM_" in found.text
-    found, *_ = failure_reason.Evidence(tmp_path, {0: others}, "srun").reasons()
-    assert "SLURM_" not in found.text
+    (reason,) = failure_reason.Evidence(tmp_path, {0: [*others, f"srun: error: {words}"]}, "srun").reasons()
+    assert words in reason.text and "SLURM_" in reason.text
+    reason, *_ = failure_reason.Evidence(tmp_path, {0: others}, "srun").reasons()
+    assert "SLURM_" not in reason.text
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_a_command_that_is_not_there(launcher: str, tmp_path: Path) -> None:
     """In place of the ranks' Python; one that a rank has called itself is another matter."""
     printed = ["srun: error: n1: tasks 0-1: Exited with exit code 127"]
-    (found,) = failure_reason.Evidence(tmp_path, {0: printed}, launcher).reasons()
-    assert "SITE_CONTAINER" in found.text
+    (reason,) = failure_reason.Evidence(tmp_path, {0: printed}, launcher).reasons()
+    assert "SITE_CONTAINER" in reason.text
     (tmp_path / "rank-0.started").write_text("n1\n")
-    found, *_ = failure_reason.Evidence(tmp_path, {0: printed}, launcher).reasons()
-    assert re.match("(rank|torchrun) 0 on n1 ended silently", found.text)
+    reason, *_ = failure_reason.Evidence(tmp_path, {0: printed}, launcher).reasons()
+    assert re.match("(rank|torchrun) 0 on n1 ended silently", reason.text)

@@ -66,9 +66,9 @@ def weights(job_folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 def run(forks: Forking, script: Path, job_folder: Path) -> str:
     """Run the script in two ranks, and return what they have printed."""
-    own = dict.fromkeys(("MANYGPUS_JOB_DIR", "MANYGPUS_RESULTS_DIR"), str(job_folder))
-    own["LOCAL_WORLD_SIZE"] = "2"
-    return succeeded(forks.run(script, env=ENVIRONMENT | own, ranks=2)).stdout
+    environment = dict.fromkeys(("MANYGPUS_JOB_DIR", "MANYGPUS_RESULTS_DIR"), str(job_folder))
+    environment["LOCAL_WORLD_SIZE"] = "2"
+    return succeeded(forks.run(script, env=ENVIRONMENT | environment, ranks=2)).stdout
 
 
 def test_each_resumes_exactly_where_it_was_stopped(on_cluster: Checkout, tmp_path: Path) -> None:

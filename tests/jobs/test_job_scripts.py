@@ -66,14 +66,14 @@ def test_a_job_script_as_it_is(launcher: str, on_cluster: Checkout) -> None:
 
 def test_a_script_of_ones_own(on_cluster: Checkout) -> None:
     """Every job script starts it in the place of its stage's, and passes the rest on."""
-    own = """
+    own_script = """
 import os, sys
 from pathlib import Path
 rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
 Path(os.environ["MANYGPUS_JOB_DIR"], f"own-{rank}").write_text(" ".join(sys.argv[-4:]))
 """
     for folder in FOLDERS.values():
-        (on_cluster.folder / folder / "mine.py").write_text(own)
+        (on_cluster.folder / folder / "mine.py").write_text(own_script)
     jobs = {on_cluster.submit(launcher, "mine.py", "--width", 64): launcher for launcher in SCRIPTS}
     lost = on_cluster.submit("srun", "nowhere.py")
     for job, launcher in jobs.items():

@@ -106,8 +106,11 @@ def test_a_command_is_sampled(checkout: Checkout) -> None:
 @pytest.mark.full
 def test_a_driver_that_hangs_does_not_hold_the_command(checkout: Checkout, tmp_path: Path) -> None:
     (tmp_path / "pynvml.py").write_text("import time\ndef nvmlInit():\n    time.sleep(600)\n")
-    given = {"CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": f"{tmp_path}:{checkout.environment['PYTHONPATH']}"}
-    done = checkout.python(MONITOR, "--", "bash", "-c", "exit 3", **given)
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "PYTHONPATH": f"{tmp_path}:{checkout.environment['PYTHONPATH']}",
+    }
+    done = checkout.python(MONITOR, "--", "bash", "-c", "exit 3", **environment)
     assert done.returncode == 3
     assert done.stdout.startswith("watch   not sampled: there are no samples in ")
 
@@ -124,8 +127,8 @@ while True:
     time.sleep(60)
 """
     command = [sys.executable, checkout.folder / MONITOR, "--", sys.executable, "-c", program]
-    how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(command, env=checkout.environment, **how) as process:
+    settings = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=checkout.environment, **settings) as process:
         assert process.stdout.readline() == "ready\n"
         os.killpg(process.pid, signal.SIGINT)
         assert process.stdout.readline() == "caught\n"

@@ -101,7 +101,7 @@ def test_a_site_of_another_kind(kind: Kind, tmp_path: Path) -> None:
 
         checkout.site(f"{kind.site}activate_environment() {{ false; }}\n")  # loading PyTorch takes seconds
         findings = json.loads(checkout.python("slurm/doctor.py", "--json").stdout)["findings"]
-        submission = {one["level"]: one for one in findings if one["check"] == "submission"}
+        submission = {finding["level"]: finding for finding in findings if finding["check"] == "submission"}
         assert submission.keys() == {"ok", "warning"}
         assert "job script" in submission["warning"]["message"]
 
@@ -147,7 +147,9 @@ def test_a_job_that_can_never_start_is_refused_and_not_left(tmp_path: Path) -> N
         assert "MaxMemPerLimit" in refused("small")
         assert "PartitionTimeLimit" in refused("debug,small")
         doctor = checkout.python("slurm/doctor.py", "--json", SBATCH_PARTITION="debug")
-        (submission,) = [one for one in json.loads(doctor.stdout)["findings"] if one["check"] == "submission"]
+        (submission,) = [
+            finding for finding in json.loads(doctor.stdout)["findings"] if finding["check"] == "submission"
+        ]
         assert submission["level"] == "fault" and "PartitionTimeLimit" in submission["message"]
 
         # Slurm alone sees these.

@@ -517,8 +517,8 @@ def test_where_nodes_and_requests_are_uneven(on_cluster: Checkout) -> None:
     """Three ranks on two nodes; and cores by the GPU, of which each rank has its own two."""
     script = write(on_cluster, WHERE)
     job_script = on_cluster.folder / SCRIPTS["srun"]
-    own = "#SBATCH --(cpus-per-task|mem|ntasks-per-node|gpus-per-node)=.*\n"
-    job_script.write_text(re.sub(own, "", job_script.read_text()))
+    own_requests = "#SBATCH --(cpus-per-task|mem|ntasks-per-node|gpus-per-node)=.*\n"
+    job_script.write_text(re.sub(own_requests, "", job_script.read_text()))
     per_gpu = ("--ntasks=2", "--gpus=2", "--cpus-per-gpu=2", "--mem-per-gpu=1G")
     expected = {
         ("--nodes=2", "--ntasks=3", "--mem=1G"): ["0 0 2 3 1", "1 1 2 3 1", "2 0 1 3 1"],

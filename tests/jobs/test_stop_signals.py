@@ -128,9 +128,9 @@ def test_a_signal_while_the_ranks_evaluate(
         faults.after_step({800 // 40}, stop_the_next_pass)  # the last one of the epoch
     """
     on_cluster.plant("ddp", planted)
-    given = (*TRAINING, *places(tmp_path))
-    assert "stopped after epoch 1" in script(on_cluster.script("ddp"), *given, ranks=2).stdout
-    assert "resumed from" in succeeded(script("ddp", *given, ranks=2)).stdout
+    arguments = (*TRAINING, *places(tmp_path))
+    assert "stopped after epoch 1" in script(on_cluster.script("ddp"), *arguments, ranks=2).stdout
+    assert "resumed from" in succeeded(script("ddp", *arguments, ranks=2)).stdout
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
     assert_same_end(tmp_path, never_stopped, loss=1e-4)
 

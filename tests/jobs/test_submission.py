@@ -103,9 +103,9 @@ def test_the_environment_of_local_processes(checkout: Checkout) -> None:
             name for name in environment if name.startswith(("TORCHELASTIC", "PET_", "OMPI", "SLURM"))
         ] == []
         assert set(facts["signals"].values()) == {str(signal.SIG_DFL)}
-        given = {"data": checkout.folder / "data", "results": checkout.folder / "results"}
-        given["checkpoint"] = folder / "checkpoints"
-        before = [word for name, place in given.items() for word in (f"--{name}-dir", str(place))]
+        folders = {"data": checkout.folder / "data", "results": checkout.folder / "results"}
+        folders["checkpoint"] = folder / "checkpoints"
+        before = [word for name, place in folders.items() for word in (f"--{name}-dir", str(place))]
         assert facts["arguments"] == [*before, "--resume", "auto", "--seed", "5"]
 
 
@@ -172,7 +172,9 @@ def test_the_rank_that_failed_tells_why(faults: tuple[str, str], error: str, che
     assert done.returncode == 1
     assert re.fullmatch(rf"job \d+ failed: {error}.*\n", done.stderr), done.stderr
     (folder,) = map(str, job_folders(checkout))
-    ours = [one for one in psutil.process_iter(["cmdline"]) if folder in (one.info["cmdline"] or ())]
+    ours = [
+        process for process in psutil.process_iter(["cmdline"]) if folder in (process.info["cmdline"] or ())
+    ]
     assert psutil.wait_procs(ours, timeout=60)[1] == []
 
 
@@ -213,10 +215,10 @@ def test_odd_text_stays_text(tmp_path: Path, cluster: RunningCluster) -> None:
     """More than a hundred arguments, the checkout's path, a script's name and the job's name: in two jobs."""
     assert len(ODD) > 100
     checkout = Checkout(tmp_path / "-a \"b\" $(touch pwned) `id` 'c';&|*[x]{y}<z>!~#=é", cluster)
-    own = FACTS.replace("os.environ['RANK']", "os.environ.get('RANK', os.environ['SLURM_PROCID'])")
+    own_script = FACTS.replace("os.environ['RANK']", "os.environ.get('RANK', os.environ['SLURM_PROCID'])")
     script = checkout.folder / "03_multigpu_ddp" / "-my\n$(id) '%j.py"
     for path in (script, script.with_name("mine.py")):
-        path.write_text(own)
+        path.write_text(own_script)
     name = "-x $(touch pwned) '\"\n#SBATCH --hold \033[31m"
     job = checkout.submit("srun", "mine.py", *ODD, sbatch=(f"--job-name={name}", "--output=log-%j.log"))
     succeeded(checkout.submit_py("ddp", f"--script={script}", "--wait", "--", *ODD))

@@ -52,9 +52,9 @@ def test_an_option_of_a_script_is_varied_and_the_table_tells_how_its_runs_ended(
     script, sweep = write(checkout), checkout.folder / "a sweep"
 
     def swept(lrs: str) -> str:
-        own = ("--local", "--out", sweep, "--gpus", 1, "--batch-size", 8, "--vary", f"lr={lrs}")
+        options = ("--local", "--out", sweep, "--gpus", 1, "--batch-size", 8, "--vary", f"lr={lrs}")
         theirs = ("--batch_size", "{batch/gpus}", "--dir", "{folder}")
-        done = checkout.python("slurm/sweep.py", *own, "--plain", script, *theirs, cwd=script.parent)
+        done = checkout.python("slurm/sweep.py", *options, "--plain", script, *theirs, cwd=script.parent)
         assert done.returncode == ("9" in lrs), done.stdout + done.stderr
         return done.stdout
 
@@ -78,9 +78,9 @@ def test_an_option_of_a_script_is_varied_and_the_table_tells_how_its_runs_ended(
 
 def test_runs_that_start_in_their_own_folders_do_not_find_each_others_files(checkout: Checkout) -> None:
     script, sweep = write(checkout), checkout.folder / "a sweep"
-    own = ("--local", "--chdir", "--out", sweep, "--gpus", 1, "--vary", "lr=0.1,0.2")
+    options = ("--local", "--chdir", "--out", sweep, "--gpus", 1, "--vary", "lr=0.1,0.2")
     done = checkout.python(
-        "slurm/sweep.py", *own, "--plain", "-m", "train", "--batch_size", 1, cwd=script.parent
+        "slurm/sweep.py", *options, "--plain", "-m", "train", "--batch_size", 1, cwd=script.parent
     )
     succeeded(done)
     assert len([*sweep.glob("*/snapshot.pt")]) == 2 and not (script.parent / "snapshot.pt").exists()
@@ -91,7 +91,7 @@ def test_a_dry_run_shows_each_command_and_fills_in_what_it_knows_alone(checkout:
     checkout.fake("sbatch", "")
     checkout.fake("srun", "")
     script, sweep = write(checkout), checkout.folder / "a sweep"
-    own = ("--out", sweep, "--gpus", "1,3,4", "--gpus-per-node", 2, "--batch-size", 8, "--vary", "lr=0.1")
+    options = ("--out", sweep, "--gpus", "1,3,4", "--gpus-per-node", 2, "--batch-size", 8, "--vary", "lr=0.1")
     untouched = ("home=${oc.env:HOME}", "n=${gpus}", '{"a": {gpu}}')
     theirs = (
         "optimizer.lr={lr}",
@@ -101,7 +101,7 @@ def test_a_dry_run_shows_each_command_and_fills_in_what_it_knows_alone(checkout:
         "{folder}",
         *untouched,
     )
-    done = succeeded(checkout.python("slurm/sweep.py", *own, "--dry-run", "--plain", script, *theirs))
+    done = succeeded(checkout.python("slurm/sweep.py", *options, "--dry-run", "--plain", script, *theirs))
     commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("    python")]
     names = ("train-1gpu-batch8-lr0.1-r1", "train-4gpu-2nodes-batch8-lr0.1-r1")
     expected = zip(("1x1", "4x2"), ("8", "2"), names, strict=True)
@@ -125,12 +125,12 @@ def test_a_dry_run_shows_each_command_and_fills_in_what_it_knows_alone(checkout:
 def test_there_is_one_run_for_each_value(checkout: Checkout) -> None:
     """On one GPU without --gpus, and whole if it has commas, or is a flag."""
     script = write(checkout)
-    own = ("--local", "--dry-run", "--vary", "betas=[0.9,0.95],[0.9,0.999]", "--vary", "flag=--use-ema,")
-    done = succeeded(checkout.python("slurm/sweep.py", *own, "--plain", script, "o={betas}", "{flag}"))
+    options = ("--local", "--dry-run", "--vary", "betas=[0.9,0.95],[0.9,0.999]", "--vary", "flag=--use-ema,")
+    done = succeeded(checkout.python("slurm/sweep.py", *options, "--plain", script, "o={betas}", "{flag}"))
     commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("    python")]
     values = ("o=[0.9,0.95]", "o=[0.9,0.999]")
-    given = [[value, *flag] for value in values for flag in (["--use-ema"], [])]
-    assert commands == [["python", str(script), *words] for words in given]
+    expected = [[value, *flag] for value in values for flag in (["--use-ema"], [])]
+    assert commands == [["python", str(script), *words] for words in expected]
 
 
 def test_options_of_a_stage_are_varied_by_the_same_door(checkout: Checkout) -> None:
@@ -138,8 +138,8 @@ def test_options_of_a_stage_are_varied_by_the_same_door(checkout: Checkout) -> N
     vary = ("--vary", "seed=3,7", "--vary", "width=16,32")
     done = succeeded(checkout.python("slurm/sweep.py", *stage, *vary, "--repeats", 2, "--dry-run"))
     commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("    python")]
-    given = [[words[words.index("--width") + 1], *words[-3:-2]] for words in commands]
-    assert sorted(given) == sorted([width, seed] for width in ("16", "32") for seed in ("3", "4", "7", "8"))
+    varied = [[words[words.index("--width") + 1], *words[-3:-2]] for words in commands]
+    assert sorted(varied) == sorted([width, seed] for width in ("16", "32") for seed in ("3", "4", "7", "8"))
 
 
 @pytest.mark.parametrize(
@@ -189,11 +189,11 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
     script, sweep = write(on_cluster), on_cluster.folder / "a sweep"
     script.write_text(STOPPED)
     odd = "two\nlines and $it's"
-    own = ("--out", sweep, "--max-jobs", 2, "--gpus", 1, "--vary", "lr=1,2,3")
-    own += ("--when-requeued", "--again {lr}", "--plain", script, "--lr", "{lr}", odd)
+    options = ("--out", sweep, "--max-jobs", 2, "--gpus", 1, "--vary", "lr=1,2,3")
+    options += ("--when-requeued", "--again {lr}", "--plain", script, "--lr", "{lr}", odd)
     log = sweep / "train-1gpu-lr1-r1" / "log.out"
     with ThreadPoolExecutor() as background:
-        killed = background.submit(on_cluster.python, "slurm/sweep.py", *own)
+        killed = background.submit(on_cluster.python, "slurm/sweep.py", *options)
         wait_until(lambda: log.exists() and "lr 1 restart 0" in log.read_text())
         on_cluster.kill(on_cluster.folder / "slurm/sweep.py", sweep)
         assert killed.result().returncode == -signal.SIGKILL
@@ -201,7 +201,7 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
     assert re.fullmatch("[0-9]+_1", job)
     assert "#SBATCH --array=1,2,3%2\n" in (sweep / "train-1gpu.sh").read_text()
     on_cluster.cluster.run(["scancel", "--signal=USR2", job])
-    done = on_cluster.python("slurm/sweep.py", *own)
+    done = on_cluster.python("slurm/sweep.py", *options)
     assert done.returncode == 1, done.stdout + done.stderr
     shown = {row["lr"]: (row["state"], row["exit_code"], row["last_line"]) for row in rows(sweep).values()}
     assert shown == {
@@ -227,9 +227,9 @@ def test_what_a_site_with_short_arrays_refuses_leaves_the_runs_that_it_takes(tmp
     with running_cluster("--conf", conf) as cluster:
         checkout = Checkout(tmp_path / "a checkout", cluster)
         script, sweep = write(checkout), checkout.folder / "a sweep"
-        own = ("--out", sweep, "--gpus", "1,2", "--batch-size", 1, "--vary")
+        options = ("--out", sweep, "--gpus", "1,2", "--batch-size", 1, "--vary")
         theirs = ("--plain", script, "--batch_size", "{batch}", "--dir", "{folder}")
-        done = checkout.python("slurm/sweep.py", *own, "lr=0.1,0.2", *theirs)
+        done = checkout.python("slurm/sweep.py", *options, "lr=0.1,0.2", *theirs)
         assert done.returncode == 1 and done.stderr.count("MaxArraySize") == 1, done.stdout + done.stderr
         states = {(row["gpus"], row["lr"]): row["state"] for row in rows(sweep).values()}
         assert states == {
@@ -238,5 +238,5 @@ def test_what_a_site_with_short_arrays_refuses_leaves_the_runs_that_it_takes(tmp
             ("2", "0.1"): "failed",
             ("2", "0.2"): "failed",
         }
-        refused = checkout.python("slurm/sweep.py", *own, "lr=0.1,0.2", *theirs)
+        refused = checkout.python("slurm/sweep.py", *options, "lr=0.1,0.2", *theirs)
         assert "MaxArraySize" in failed(refused)

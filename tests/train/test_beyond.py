@@ -178,8 +178,8 @@ def test_micro_batches_all_reduce_their_gradients_once(trained: Callable) -> Non
 
 def test_an_overflow_on_one_rank_is_a_step_that_all_leave_out(trained: Callable) -> None:
     """Rank 1's gradients were inf in the third step; after a stop the factor is that of before."""
-    for how in (2, "resumed"):
-        printed = trained("fp16", how).printed
+    for run in (2, "resumed"):
+        printed = trained("fp16", run).printed
         of_ranks = [
             [tuple(map(float, line.split()[2:])) for line in printed if line.startswith(f"scale {rank} ")]
             for rank in (0, 1)
@@ -225,8 +225,8 @@ def test_statistics_of_one_rank_are_those_of_pytorch(monkeypatch: pytest.MonkeyP
 
 
 def test_a_branch_that_some_steps_leave_out(trained: Callable) -> None:
-    for how in ("find", "static"):
-        assert furthest(trained(how, 2).weights, trained(how, 1).weights) < ROUNDING
+    for variant in ("find", "static"):
+        assert furthest(trained(variant, 2).weights, trained(variant, 1).weights) < ROUNDING
 
 
 # The numbers of the weights and the biases that a step leaves out: of a branch, and of a critic.
@@ -280,5 +280,5 @@ def test_the_examples_run_as_jobs(cluster: RunningCluster, tmp_path: Path) -> No
     )
     assert checkout.cluster.wait(job, timeout=300)["JobState"] == "COMPLETED", checkout.log(job)
     runs = [records.read(path) for path in (checkout.folder / "results" / "runs").glob("*.csv")]
-    found = {(rows[0]["stage"], rows[0]["world_size"], rows[0]["nodes"]) for rows in runs}
-    assert found == {("lightning", 2, 2), ("tabular-exact", 1, 1)}
+    recorded = {(rows[0]["stage"], rows[0]["world_size"], rows[0]["nodes"]) for rows in runs}
+    assert recorded == {("lightning", 2, 2), ("tabular-exact", 1, 1)}

@@ -48,13 +48,13 @@ def test_an_epoch_of_more_images_than_there_are(loader: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "size"), [("cpu", "", 250), ("cuda", "", 2500), ("cuda", "7", 7)]
+    ("device", "batch_size", "size"), [("cpu", "", 250), ("cuda", "", 2500), ("cuda", "7", 7)]
 )
 def test_evaluation_batches_fit_the_device(
-    device: str, given: str, size: int, monkeypatch: pytest.MonkeyPatch
+    device: str, batch_size: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "_make_batches", lambda dataset, order, *_, **__: order)
-    opts = parse_options("", arguments=["--test-batch-size", given] if given else [])
+    opts = parse_options("", arguments=["--test-batch-size", batch_size] if batch_size else [])
     split = InMemoryDataset("numbers", torch.zeros(5000, 1), torch.zeros(5000))
     order = eval_loader(split, opts, DistEnv(device=torch.device(device)))
     assert max(map(len, order)) == size
@@ -87,9 +87,9 @@ SMALL = ("--train-size", 250, "--test-size", 100, "--batch-size", 60, "--epochs"
 def test_eager_it_is_stage_03(script: Script, tmp_path: Path) -> None:
     rows = []
     for stage in ("ddp", CAPTURED):
-        how = ("--how", "eager") if stage == CAPTURED else ()
+        arguments = ("--how", "eager") if stage == CAPTURED else ()
         folder = tmp_path / Path(stage).stem
-        succeeded(script(stage, *how, *SMALL, "--results-dir", folder, ranks=2))
+        succeeded(script(stage, *arguments, *SMALL, "--results-dir", folder, ranks=2))
         rows.append(rows_of(folder))
     plain, captured = rows
     for loss in ("train_loss", "test_loss"):

@@ -109,8 +109,8 @@ def test_a_signal_stops_the_run_and_resuming_ends_the_same(
     job = tmp_path / "job"
     job.mkdir()
     arguments = ("--loader", "workers", "--num-workers", 1, "--recipe", "fast")
-    given = (*options(tmp_path), "--checkpoint-minutes", 1e-6, *arguments)
-    process = start_stage(slowly, *given, env={"MANYGPUS_JOB_DIR": str(job)})
+    command = (*options(tmp_path), "--checkpoint-minutes", 1e-6, *arguments)
+    process = start_stage(slowly, *command, env={"MANYGPUS_JOB_DIR": str(job)})
     wait_for(lambda: list((tmp_path / "checkpoints").glob("epoch-1-step-*.pt")), process)
     process.send_signal(signal.SIGUSR2)
     output, _ = process.communicate(timeout=120)
@@ -201,10 +201,10 @@ def test_killed_between_a_row_and_its_checkpoint_it_stays_one_run(
     path = tmp_path / "killed.py"
     text = STAGES["single"].read_text()
     path.write_text(text.replace("\n\n@entrypoint\n", f"{KILLED_BEFORE_A_CHECKPOINT}\n\n@entrypoint\n"))
-    how = (path, *options(tmp_path), "--epochs", 3)
+    command = (path, *options(tmp_path), "--epochs", 3)
     for _ in range(2):
-        assert script(*how, env={"KILLED_BEFORE": "3"}).returncode == -signal.SIGKILL
-    succeeded(script(*how))
+        assert script(*command, env={"KILLED_BEFORE": "3"}).returncode == -signal.SIGKILL
+    succeeded(script(*command))
     files = sorted((tmp_path / "runs").glob("*.csv"), key=lambda path: path.stat().st_mtime_ns)
     first, second, last = starts = [records.read(path) for path in files]
     assert [[row["epoch"] for row in rows] for rows in starts] == [[1, 2], [2], [2, 3]]
@@ -308,8 +308,8 @@ def test_resuming_at_another_world_size(script: Script, tmp_path: Path) -> None:
     """With dropout off, two ranks that become one end where one process ends."""
     exact = ("--lr", 0.1, "--train-size", 1000)
     for folder, ranks, epochs in (("moved", 2, 1), ("moved", 1, EPOCHS), ("stayed", 1, EPOCHS)):
-        given = (*options(tmp_path / folder), *exact, "--epochs", epochs)
-        succeeded(script(*WITHOUT_DROPOUT, STAGES["ddp"], *given, ranks=ranks))
+        command = (*options(tmp_path / folder), *exact, "--epochs", epochs)
+        succeeded(script(*WITHOUT_DROPOUT, STAGES["ddp"], *command, ranks=ranks))
     moved = rows_of(tmp_path / "moved")
     check_one_run(tmp_path / "moved")
     assert [row["world_size"] for row in moved] == [2, 1]
@@ -379,6 +379,6 @@ def test_a_checkpoint_that_cannot_be_used_is_one_sentence(
     # Without the lock, in which the process that has it writes who it is.
     before = {path: path.stat().st_mtime_ns for path in earlier.glob("[!.]*")}
     assert before
-    given = (*TRAINING, "--results-dir", tmp_path, *(a.format(earlier) for a in arguments))
-    assert sentence in one_error(script("single", *given))
+    command = (*TRAINING, "--results-dir", tmp_path, *(a.format(earlier) for a in arguments))
+    assert sentence in one_error(script("single", *command))
     assert {path: path.stat().st_mtime_ns for path in earlier.glob("[!.]*")} == before

@@ -52,7 +52,7 @@ def test_a_step_with_gradients_of_other_strides(
     real = torch._fused_adam_
 
     def as_on_a_gpu(weights: list, gradients: list, *rest: object, **more: object) -> None:
-        if [one.stride() for one in weights] != [one.stride() for one in gradients]:
+        if [tensor.stride() for tensor in weights] != [tensor.stride() for tensor in gradients]:
             raise RuntimeError("params, grads, exp_avgs, and exp_avg_sqs must have same layout")
         real(weights, gradients, *rest, **more)
 
@@ -86,16 +86,16 @@ def test_dropout_and_no_grad_hold_in_every_thread(two: tuple, images: torch.Tens
     for layer in parallel.module.children():
         layer.register_forward_hook(look)
     assert parallel.train()(images).dtype == torch.float32
-    threads = {one[0] for one in seen}
+    threads = {entry[0] for entry in seen}
     assert len(threads) == 2 and thread() not in threads
-    assert {one[1:] for one in seen} == {(torch.float32, True), (True,)}
+    assert {entry[1:] for entry in seen} == {(torch.float32, True), (True,)}
     seen.clear()
     test_set = InMemoryDataset("noise", images, LABELS).first(3)
     test_batches = eval_loader(test_set, Options(test_batch_size=2), DistEnv(device=torch.device("cpu")))
     evaluate(parallel, test_batches, F.nll_loss)
     # The last batch is one image, for one replica, in the main thread.
-    assert len({one[0] for one in seen}) == 3
-    assert {one[1:] for one in seen} == {(torch.float32, False), (False,)}
+    assert len({entry[0] for entry in seen}) == 3
+    assert {entry[1:] for entry in seen} == {(torch.float32, False), (False,)}
 
 
 def test_replicas_evaluate_as_one(two: tuple, images: torch.Tensor) -> None:

@@ -186,16 +186,16 @@ def test_each_gpu_of_a_process_is_tried_and_draws_its_own_numbers(
 
 
 def test_cores_are_shared_with_the_ranks_of_this_host_only() -> None:
-    before, own = torch.get_num_threads(), os.sched_getaffinity(0)
-    elsewhere = tuning.Cores("another boot", own)
+    before, own_cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    elsewhere = tuning.Cores("another boot", own_cores)
     try:
-        torch.set_num_threads(len(own))
+        torch.set_num_threads(len(own_cores))
         tuning.limit_threads([tuning.own_cores(), elsewhere, elsewhere])
-        assert torch.get_num_threads() == len(own)
+        assert torch.get_num_threads() == len(own_cores)
         tuning.limit_threads([tuning.own_cores(), tuning.own_cores(), elsewhere])
-        assert torch.get_num_threads() == max(1, len(own) // 2)
+        assert torch.get_num_threads() == max(1, len(own_cores) // 2)
         tuning.limit_threads([tuning.own_cores()])  # it is lowered, and never raised
-        assert torch.get_num_threads() == max(1, len(own) // 2)
+        assert torch.get_num_threads() == max(1, len(own_cores) // 2)
     finally:
         torch.set_num_threads(before)
 
@@ -205,12 +205,12 @@ def test_a_rank_takes_its_share_of_the_cores(
     local_rank: int, bound: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks on five cores; the share of a third would be empty."""
-    given = {}
+    bound_cores = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 4, 5, 6})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: given.update({thread: cores}))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: bound_cores.update({thread: cores}))
     tuning.take_own_cores(local_rank, 2 if bound else 6)
-    assert (os.getpid() in given) == bool(bound)
-    assert all(cores == bound for cores in given.values())
+    assert (os.getpid() in bound_cores) == bool(bound)
+    assert all(cores == bound for cores in bound_cores.values())
 
 
 def test_one_process_with_more_threads_than_cores(tmp_path: Path, checkout: Checkout, script: Script) -> None:

@@ -53,23 +53,29 @@ def few(results: Path) -> tuple:
 
 def test_ranks_that_each_train_alone_are_told_and_not_recorded(script: Script, tmp_path: Path) -> None:
     """A copy of stage 03 that has lost DistributedDataParallel."""
-    own = shutil.copy(STAGES["ddp"], tmp_path / "my_copy.py")
-    plant(own, "nn.parallel.DistributedDataParallel = lambda model, **options: model")
-    assert "each of the 2 ranks has trained a Net of its own" in failed(script(own, *few(tmp_path), ranks=2))
+    own_script = shutil.copy(STAGES["ddp"], tmp_path / "my_copy.py")
+    plant(own_script, "nn.parallel.DistributedDataParallel = lambda model, **options: model")
+    assert "each of the 2 ranks has trained a Net of its own" in failed(
+        script(own_script, *few(tmp_path), ranks=2)
+    )
     assert not list((tmp_path / "runs").glob("*.csv"))
 
 
 def test_ranks_with_the_same_samples_are_told_and_not_recorded(script: Script, tmp_path: Path) -> None:
     """A copy of stage 03 whose own loader does not ask for the rank. Gradients are averaged, for nothing."""
-    own, text = tmp_path / "my_copy.py", STAGES["ddp"].read_text()
+    own_script, text = tmp_path / "my_copy.py", STAGES["ddp"].read_text()
     for of_rank, of_all in (
         ("train_loader(train_set, opts, dist_env", "train_loader(train_set, opts, replace(dist_env, rank=0)"),
         ("torch.manual_seed(opts.seed + dist_env.rank)", "torch.manual_seed(opts.seed)"),
     ):
         assert of_rank in text
         text = text.replace(of_rank, of_all)
-    own.write_text(text.replace("\nimport torch\n", "\nfrom dataclasses import replace\nimport torch\n", 1))
-    assert "all 2 ranks have trained with the same samples" in failed(script(own, *few(tmp_path), ranks=2))
+    own_script.write_text(
+        text.replace("\nimport torch\n", "\nfrom dataclasses import replace\nimport torch\n", 1)
+    )
+    assert "all 2 ranks have trained with the same samples" in failed(
+        script(own_script, *few(tmp_path), ranks=2)
+    )
     assert not list((tmp_path / "runs").glob("*.csv"))
 
 

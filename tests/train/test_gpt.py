@@ -69,8 +69,8 @@ def train(script: Script, texts: Path) -> Train:
     """Trains, which has to go well; returns what all ranks have told."""
 
     def run(folder: Path, *arguments: object, ranks: int, path: Path = WHOLE, around: tuple = ()) -> str:
-        given = (*SMALL, "--data-dir", texts, "--results-dir", folder, *arguments)
-        done = succeeded(script(*around, path, *given, ranks=ranks))
+        arguments_of_run = (*SMALL, "--data-dir", texts, "--results-dir", folder, *arguments)
+        done = succeeded(script(*around, path, *arguments_of_run, ranks=ranks))
         return done.stdout + done.stderr
 
     return run
@@ -100,7 +100,11 @@ def test_whole_or_split_with_activations_kept_or_not_it_trains_alike(
 def kept_mb(folder: Path) -> dict[str, float]:
     """What rank 0 kept of weights, gradients and optimizer state, in the last epoch."""
     (path,) = (folder / "runs").glob("*.csv")
-    return {one["of"]: one["value"] for one in records.read_metrics(path) if one["metric"] == "kept_mb"}
+    return {
+        metric["of"]: metric["value"]
+        for metric in records.read_metrics(path)
+        if metric["metric"] == "kept_mb"
+    }
 
 
 def test_split_in_bf16_it_learns_as_in_fp32_and_keeps_weights_in_fp32(
@@ -157,7 +161,7 @@ def test_the_loss_comes_down_to_its_floor_and_not_below(
     floor = gpt_data.entropy_rate()
     assert floor < row["test_loss"] < floor + 0.2
     (path,) = (tmp_path / "runs").glob("*.csv")
-    metrics = {one["metric"]: one["value"] for one in records.read_metrics(path)}
+    metrics = {metric["metric"]: metric["value"] for metric in records.read_metrics(path)}
     assert metrics["lowest_possible_loss"] == pytest.approx(floor, rel=1e-5)
     assert metrics["tokens_per_s"] == pytest.approx(32 * row["images_per_s"], rel=1e-5)
     assert math.isnan(metrics["mfu_percent"])  # of a CPU no peak is known
@@ -232,16 +236,16 @@ def test_operations_are_counted_as_pytorch_counts_them(beyond: None) -> None:
     assert gpt_metrics.flops_per_token(model) == pytest.approx(counted.get_total_flops() / 128, rel=0.01)
 
 
-@pytest.mark.parametrize("given", [(), ("--bf16-residuals",)])
-def test_the_blocks_add_up_in_bf16_only_if_asked_to(given: tuple, beyond: None) -> None:
+@pytest.mark.parametrize("arguments", [(), ("--bf16-residuals",)])
+def test_the_blocks_add_up_in_bf16_only_if_asked_to(arguments: tuple, beyond: None) -> None:
     """Under autocast the results of their layers are bf16 in any case."""
     import gpt_model
 
-    opts = parse_options("", gpt_model.GPTOptions, arguments=["--precision", "bf16", *given])
+    opts = parse_options("", gpt_model.GPTOptions, arguments=["--precision", "bf16", *arguments])
     model = gpt_model.build_model(opts)
     with torch.autocast("cpu", torch.bfloat16):
         added_up = model.hidden(torch.zeros(2, opts.context).long())
-    assert added_up.dtype == (torch.bfloat16 if given else torch.float32)
+    assert added_up.dtype == (torch.bfloat16 if arguments else torch.float32)
 
 
 def test_the_optimizer_pulls_matrices_only(beyond: None) -> None:

@@ -131,8 +131,10 @@ def test_the_cpu_runs_ahead_of_the_gpu(recipe: str, tmp_path: Path, checkout: Ch
     waits = []
     for steps in (100, 1000):
         sizes = ("--epochs", 1, "--batch-size", 60, "--train-size", 60 * steps, "--precision", "fp32")
-        how = {"env": {"PYTHONWARNINGS": "always"}}
-        done = run(checkout.script("single"), *sizes, "--recipe", recipe, "--results-dir", tmp_path, **how)
+        settings = {"env": {"PYTHONWARNINGS": "always"}}
+        done = run(
+            checkout.script("single"), *sizes, "--recipe", recipe, "--results-dir", tmp_path, **settings
+        )
         assert done.returncode == 0, done.stderr
         waits.append(done.stderr.count("called a synchronizing CUDA operation"))
     few, many = waits
@@ -162,7 +164,7 @@ def test_a_captured_step_trains_as_the_eager_one(shape: tuple, how: str, tmp_pat
     one_way = "torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True"
     script = planted(tmp_path / "a checkout", CAPTURED, (one_way, "run = Run("))
     sizes = ("--epochs", 2, "--train-size", 20_480, *shape)
-    eager, other = (train(script, tmp_path / one, *sizes, "--how", one) for one in ("eager", how))
+    eager, other = (train(script, tmp_path / way, *sizes, "--how", way) for way in ("eager", how))
     for loss in ("train_loss", "test_loss"):
         assert [row[loss] for row in other] == [row[loss] for row in eager]
     assert other[0]["stage"] == f"ddp-{how}"
@@ -171,7 +173,7 @@ def test_a_captured_step_trains_as_the_eager_one(shape: tuple, how: str, tmp_pat
 def test_a_captured_step_is_three_times_as_fast(tmp_path: Path) -> None:
     """At batch 128, where the GPU mostly waits in an eager step. Side by side, the best epoch of each."""
     sizes = ("--batch-size", 128, "--precision", "tf32", "--epochs", 4)
-    runs = [train(CAPTURED, tmp_path / how, *sizes, "--how", how) for how in ("eager", "captured")]
+    runs = [train(CAPTURED, tmp_path / way, *sizes, "--how", way) for way in ("eager", "captured")]
     eager, captured = (max(row["images_per_s"] for row in rows) for rows in runs)
     assert captured > 3 * eager
 

@@ -207,8 +207,8 @@ def copy_of(stage: str, folder: Path, *changes: tuple[str, str]) -> Path:
 def test_a_copy_with_its_own_optimizer_is_recorded_as_what_it_is(script: Script, tmp_path: Path) -> None:
     few = (*SMALL, "--dataset", "synthetic", "--train-size", 100, "--test-size", 50, "--width", 4)
     for momentum in (0.9, 0.0):
-        own = copy_of("single", tmp_path, (MADE, SGD.replace("0.9", str(momentum))), (STEP, "pass"))
-        done = succeeded(script(own, *few, "--lr", 0.05, "--results-dir", tmp_path))
+        own_script = copy_of("single", tmp_path, (MADE, SGD.replace("0.9", str(momentum))), (STEP, "pass"))
+        done = succeeded(script(own_script, *few, "--lr", 0.05, "--results-dir", tmp_path))
         assert "recipe" not in done.stdout and "optimizer SGD" in done.stdout
     rows = [row for path in (tmp_path / "runs").glob("*.csv") for row in records.read(path)]
     assert {(row["recipe"], row["lr"]) for row in rows} == {("own optimizer", 0.05)}
@@ -231,9 +231,9 @@ def test_a_copy_with_its_own_optimizer_is_recorded_as_what_it_is(script: Script,
 def test_an_option_of_a_recipe_that_the_copy_may_not_use_is_a_warning(
     changes: tuple, option: tuple, warned: bool, script: Script, tmp_path: Path
 ) -> None:
-    own = copy_of("single", tmp_path, *changes)
+    own_script = copy_of("single", tmp_path, *changes)
     few = (*SMALL, "--dataset", "synthetic", "--train-size", 100, "--test-size", 50, "--dry-run")
-    done = succeeded(script(own, *few, *option))
+    done = succeeded(script(own_script, *few, *option))
     assert (f"warning: {option[0]} " in done.stderr) == warned
 
 

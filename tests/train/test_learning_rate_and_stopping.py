@@ -205,10 +205,10 @@ def test_images_to_validate_on_are_not_trained_on() -> None:
 def test_a_script_that_does_not_know_its_devices_refuses_the_batch_of_each(
     script: Script, tmp_path: Path
 ) -> None:
-    own = tmp_path / "own.py"
-    own.write_text(
+    own_script = tmp_path / "own.py"
+    own_script.write_text(
         STAGES["ddp"].read_text().replace("    opts = opts.resolve_batch_size(dist_env.world_size)\n", "")
     )
-    done = script(own, *SMALL, "--batch-size-per-gpu", 64, "--results-dir", tmp_path)
+    done = script(own_script, *SMALL, "--batch-size-per-gpu", 64, "--results-dir", tmp_path)
     expected = "this script takes no --batch-size-per-gpu: give --batch-size, or have the script"
     assert expected in one_error(done)

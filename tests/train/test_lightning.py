@@ -96,5 +96,7 @@ def test_the_page_tells_what_lightning_does_by_itself(runs: Runs) -> None:
     *_, line = runs(REPOSITORY / "tests" / "lightning_defaults.py", ranks=2).splitlines()
     pairs = re.findall(r"\*\*([\d.]+)(?: of \d+)?(?: and ([\d.]+))?\*\*", (FOLDER / "README.md").read_text())
     numbers = [float(number) for pair in pairs for number in filter(None, pair)]
-    found = json.loads(line).values()
-    assert numbers == [one for value in found for one in (value if isinstance(value, list) else [value])]
+    numbers_of_lightning = json.loads(line).values()
+    assert numbers == [
+        item for value in numbers_of_lightning for item in (value if isinstance(value, list) else [value])
+    ]

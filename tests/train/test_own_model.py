@@ -184,9 +184,11 @@ def own_training(task: tuple[str, str, str]) -> str:
 
 @pytest.mark.parametrize("loader", [("resident",), ("workers", "--num-workers", "1")], ids=" ".join)
 def test_it_trains_and_is_recorded_as_what_it_is(loader: tuple, script: Script, tmp_path: Path) -> None:
-    own = tmp_path / "tables.py"
-    own.write_text(own_training(CLASSIFY))
-    succeeded(script(own, *SMALL, "--epochs", 3, "--loader", *loader, "--results-dir", tmp_path, ranks=2))
+    own_script = tmp_path / "tables.py"
+    own_script.write_text(own_training(CLASSIFY))
+    succeeded(
+        script(own_script, *SMALL, "--epochs", 3, "--loader", *loader, "--results-dir", tmp_path, ranks=2)
+    )
     rows = rows_of(tmp_path)
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     for row in rows:
@@ -202,13 +204,13 @@ def test_a_loss_that_is_a_sum_trains_alike_on_two_ranks(line: int, script: Scrip
     page = (REPOSITORY / "03_multigpu_ddp" / "OUR_LOOP.md").read_text().replace("inputs)", "images)")
     code = re.search(r"```python\n(loss = .*?)```", page.replace("targets,", "labels,"), re.DOTALL)[1]
     text = own_training(REGRESS).replace("nn.BatchNorm1d(64), ", "")
-    one = "                loss = F.mse_loss(model(images), labels)\n"
+    mean_loss = "                loss = F.mse_loss(model(images), labels)\n"
     lines = [f"                {code.splitlines()[number]}\n" for number in (0, line)]
-    assert one in text and 'reduction="sum"' in lines[0]
-    (own := tmp_path / "sum.py").write_text(text.replace(one, "".join(lines)))
+    assert mean_loss in text and 'reduction="sum"' in lines[0]
+    (own_script := tmp_path / "sum.py").write_text(text.replace(mean_loss, "".join(lines)))
     for ranks in (1, 2):
         options = (*SMALL, "--recipe", "sgd", "--lr", 1e-4, "--results-dir", tmp_path / str(ranks))
-        assert "accuracy" not in succeeded(script(own, *options, ranks=ranks)).stdout
+        assert "accuracy" not in succeeded(script(own_script, *options, ranks=ranks)).stdout
         assert all(pd.isna(row["test_accuracy"]) for row in rows_of(tmp_path / str(ranks)))
     two, alone = ([row["test_loss"] for row in rows_of(tmp_path / str(ranks))] for ranks in (2, 1))
     assert two == pytest.approx(alone, rel=1e-5)
@@ -263,10 +265,10 @@ NAMES = "run.log got loss, 0, and then loss, 1: give it the same names in every 
 def test_a_mistake_in_a_copied_stage_is_one_sentence(
     change: tuple, arguments: tuple, sentence: str, script: Script, tmp_path: Path
 ) -> None:
-    own = tmp_path / "own.py"
+    own_script = tmp_path / "own.py"
     text = STORIES if 8 in arguments else own_training(CLASSIFY)
-    own.write_text(text.replace(*change))
-    done = script(own, *arguments, "--results-dir", tmp_path, ranks=1)
+    own_script.write_text(text.replace(*change))
+    done = script(own_script, *arguments, "--results-dir", tmp_path, ranks=1)
     assert one_error(done).startswith(f"error on rank 0: {sentence}")
 
 
@@ -275,9 +277,9 @@ def test_a_data_set_that_loader_processes_cannot_get(script: Script, tmp_path: P
     first = "    opts = parse_"
     by_a_fork_server = "    torch.multiprocessing.set_start_method('forkserver', force=True)\n"
     with_a_lambda = "    Stories.__init__ = lambda self: setattr(self, 'noise', lambda: 0)\n"
-    own = tmp_path / "own.py"
-    own.write_text(STORIES.replace(first, f"{by_a_fork_server}{with_a_lambda}{first}"))
-    done = script(own, *OF_STORIES, "--num-workers", 1, "--results-dir", tmp_path)
+    own_script = tmp_path / "own.py"
+    own_script.write_text(STORIES.replace(first, f"{by_a_fork_server}{with_a_lambda}{first}"))
+    done = script(own_script, *OF_STORIES, "--num-workers", 1, "--results-dir", tmp_path)
     assert "error: the data set cannot be sent to the processes" in failed(done)
     assert "Traceback" not in done.stderr
 
@@ -307,62 +309,66 @@ def test_a_data_set_that_loader_processes_cannot_get(script: Script, tmp_path: P
 def test_ranks_with_other_options_do_not_train_together(
     before: str, line: str, expected: str, script: Script, tmp_path: Path
 ) -> None:
-    own = tmp_path / "own.py"
-    own.write_text(STORIES.replace(f"    {before}", f"    import sys; {line}\n    {before}"))
-    errors = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
+    own_script = tmp_path / "own.py"
+    own_script.write_text(STORIES.replace(f"    {before}", f"    import sys; {line}\n    {before}"))
+    errors = failed(script(own_script, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
     assert expected in errors
 
 
 def test_ranks_that_note_other_numbers_are_told(script: Script, tmp_path: Path) -> None:
-    own, noted = tmp_path / "own.py", "critic_loss=of_critic"
-    own.write_text(STORIES.replace(noted, f"**({{}} if dist_env.rank else {{'{noted[:11]}': of_critic}})"))
-    error = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
+    own_script, noted = tmp_path / "own.py", "critic_loss=of_critic"
+    own_script.write_text(
+        STORIES.replace(noted, f"**({{}} if dist_env.rank else {{'{noted[:11]}': of_critic}})")
+    )
+    error = failed(script(own_script, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
     assert "the ranks give run.log other names: give it the same on all of them." in error
 
 
 def test_weights_with_a_state_of_another_type_are_saved_at_the_end(script: Script, tmp_path: Path) -> None:
     """A checkpoint refuses it, as it could not resume from it; what was trained is not lost for that."""
-    own, extra = (
+    own_script, extra = (
         tmp_path / "own.py",
         "get_extra_state = lambda self: Extra(); set_extra_state = lambda self, _: None",
     )
     text = own_training(CLASSIFY).replace(
         "class Tables(nn.Sequential):", f"class Extra: pass\n\n\nclass Tables(nn.Sequential):\n    {extra}"
     )
-    own.write_text(text)
-    given = (own, *SMALL, "--results-dir", tmp_path)
-    error = one_error(script(*given, "--checkpoint-dir", tmp_path / "checkpoints", ranks=1))
+    own_script.write_text(text)
+    arguments = (own_script, *SMALL, "--results-dir", tmp_path)
+    error = one_error(script(*arguments, "--checkpoint-dir", tmp_path / "checkpoints", ranks=1))
     assert "model['_extra_state'] is a Extra" in error
-    succeeded(script(*given, "--save-model", ranks=1))
+    succeeded(script(*arguments, "--save-model", ranks=1))
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".pt"]
 
 
 def test_an_optimizer_whose_state_is_split_over_the_ranks(script: Script, tmp_path: Path) -> None:
     """It trains as one that is whole, and is saved as such. test_own_loop.py resumes with one."""
-    own, whole = tmp_path / "own.py", "torch.optim.AdamW(second.parameters(), lr=0.1)"
+    own_script, whole = tmp_path / "own.py", "torch.optim.AdamW(second.parameters(), lr=0.1)"
     zero = "torch.distributed.optim.ZeroRedundancyOptimizer(second.parameters(), torch.optim.AdamW, lr=0.1)"
     text, losses = STORIES.replace("import os,", "import torch.distributed.optim, os,"), []
     for optimizer, folders in ((whole, ()), (zero, ()), (zero, ("--checkpoint-dir", tmp_path / "saved"))):
         results = tmp_path / str(len(losses))
-        own.write_text(text.replace(whole, optimizer))
-        succeeded(script(own, *OF_STORIES, "--results-dir", results, *folders, ranks=2))
+        own_script.write_text(text.replace(whole, optimizer))
+        succeeded(script(own_script, *OF_STORIES, "--results-dir", results, *folders, ranks=2))
         (path,) = (results / "runs").glob("*.csv")
         losses.append([row["value"] for row in records.read_metrics(path) if row["metric"] == "critic_loss"])
     assert len(losses[0]) == 2 and losses[0] == losses[1] == losses[2]
     assert list((tmp_path / "saved").glob("*.pt"))
     sharded = "__import__('manygpus.checkpoint.sharded').checkpoint.sharded.Sharded(second, other)"
-    own.write_text(text.replace(whole, zero).replace("    run.resume()", f"    {sharded}\n    run.resume()"))
-    error = failed(script(own, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
+    own_script.write_text(
+        text.replace(whole, zero).replace("    run.resume()", f"    {sharded}\n    run.resume()")
+    )
+    error = failed(script(own_script, *OF_STORIES, "--results-dir", tmp_path, ranks=2))
     assert "error on rank 0: Sharded cannot save a ZeroRedundancyOptimizer" in error
 
 
 def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_path: Path) -> None:
     """Second networks and optimizers, what differs by rank, and the sums of numbers of its own."""
-    own, recorded = tmp_path / "stories.py", {}
-    own.write_text(STORIES)
+    own_script, recorded = tmp_path / "stories.py", {}
+    own_script.write_text(STORIES)
     for name, stop in (("whole", ""), ("stopped", "1 2")):
-        given = (own, *OF_STORIES, *places(tmp_path / name))
-        done = succeeded(script(*given, ranks=2, env={"STOP": stop}))
+        arguments = (own_script, *OF_STORIES, *places(tmp_path / name))
+        done = succeeded(script(*arguments, ranks=2, env={"STOP": stop}))
         if stop:
             assert "stopped after step 3 of epoch 1" in done.stdout
             for left_out, sentence in (
@@ -370,16 +376,16 @@ def test_what_else_a_training_has_comes_back_after_a_stop(script: Script, tmp_pa
                 (', "critic_optimizer": other', "was made with the critic_optimizer AdamW"),
                 ('"per_rank_state": per_rank_state, ', "it has a state of each rank"),
             ):
-                own.write_text(STORIES.replace(left_out, ""))
-                assert sentence in one_error(script(*given, ranks=1))
-            own.write_text(STORIES)
-            done = succeeded(script(*given, ranks=2))
+                own_script.write_text(STORIES.replace(left_out, ""))
+                assert sentence in one_error(script(*arguments, ranks=1))
+            own_script.write_text(STORIES)
+            done = succeeded(script(*arguments, ranks=2))
         assert re.search(r"^epoch 2/2: train loss \S+, \S+ words/s, \S+ s$", done.stdout, re.MULTILINE)
         rows = rows_of(tmp_path / name)
         (path,) = (tmp_path / name / "runs").glob("*.csv")
-        metrics = [one for one in records.read_metrics(path) if one["metric"] != "words_per_s"]
-        assert [one["metric"] for one in metrics] == ["critic_loss"] * 2
-        recorded[name] = [row["train_loss"] for row in rows] + [one["value"] for one in metrics]
+        metrics = [metric for metric in records.read_metrics(path) if metric["metric"] != "words_per_s"]
+        assert [metric["metric"] for metric in metrics] == ["critic_loss"] * 2
+        recorded[name] = [row["train_loss"] for row in rows] + [metric["value"] for metric in metrics]
         assert {(row["test_images"], row["parameters"], row["lr"]) for row in rows} == {(0, 63 + 4, 0.1)}
         (words,) = {row["optimizer"] for row in rows}
         assert re.fullmatch(r"SGD momentum=0 .* \+ AdamW betas=0.9,0.999 .*", words)
@@ -394,11 +400,11 @@ def test_another_optimizer_or_schedule_does_not_resume_and_a_mode_of_one_does(
         "torch.optim.AdamW(second", "Averaging(second"
     )
     text = text.replace("first, None,", "first, torch.optim.lr_scheduler.StepLR(first, 100),")
-    (own := tmp_path / "own.py").write_text(text)
+    (own_script := tmp_path / "own.py").write_text(text)
     losses = {}
     for name, stop in (("whole", ""), ("stopped", "0 2")):
-        given = (own, *OF_STORIES, *places(tmp_path / name))
-        done = succeeded(script(*given, ranks=1, env={"STOP": stop}))
+        arguments = (own_script, *OF_STORIES, *places(tmp_path / name))
+        done = succeeded(script(*arguments, ranks=1, env={"STOP": stop}))
         if stop:
             assert "stopped after step 3 of epoch 1" in done.stdout
             for before, after, part in (
@@ -407,10 +413,10 @@ def test_another_optimizer_or_schedule_does_not_resume_and_a_mode_of_one_does(
                 ("torch.optim.SGD(", "torch.optim.Adam(", "optimizer"),
                 ("StepLR(first, 100)", "ExponentialLR(first, 0.5)", "lr_scheduler"),
             ):
-                own.write_text(text.replace(before, after))
-                assert f"was made with the {part} " in one_error(script(*given, ranks=1))
-            own.write_text(text)
-            succeeded(script(*given, ranks=1))
+                own_script.write_text(text.replace(before, after))
+                assert f"was made with the {part} " in one_error(script(*arguments, ranks=1))
+            own_script.write_text(text)
+            succeeded(script(*arguments, ranks=1))
         losses[name] = [row["train_loss"] for row in rows_of(tmp_path / name)]
     assert losses["stopped"] == losses["whole"]
 
@@ -419,7 +425,7 @@ def test_what_loader_processes_draw_is_the_same_after_a_stop(script: Script, tmp
     """Whichever library a sample uses, in each epoch other numbers, and however many the processes are."""
     noise = "torch.randn(3 + index % 5, 2) + random.random() + np.random.rand()"
     text = STORIES.replace("torch.randn(3 + index % 5, 2)", noise).replace("import os,", "import random, os,")
-    (own := tmp_path / "own.py").write_text(
+    (own_script := tmp_path / "own.py").write_text(
         text.replace("from torch import", "import numpy as np\nfrom torch import")
     )
     losses = {}
@@ -429,8 +435,8 @@ def test_what_loader_processes_draw_is_the_same_after_a_stop(script: Script, tmp
         "between": [("", 2, "1"), ("", 2, "2")],
     }.items():
         for stop, workers, epochs in starts:
-            given = ("--num-workers", workers, *OF_STORIES, "--epochs", epochs, *places(tmp_path / name))
-            done = succeeded(script(own, *given, ranks=1, env={"STOP": stop}))
+            arguments = ("--num-workers", workers, *OF_STORIES, "--epochs", epochs, *places(tmp_path / name))
+            done = succeeded(script(own_script, *arguments, ranks=1, env={"STOP": stop}))
             assert ("stopped after step 3 of epoch 1" in done.stdout) == bool(stop)
         losses[name] = [row["train_loss"] for row in rows_of(tmp_path / name)]
     assert losses["within"] == losses["between"] == losses["whole"]
@@ -456,13 +462,13 @@ class Noise:
 
 def test_resuming_takes_little_more_memory_than_what_was_saved(script: Script, tmp_path: Path) -> None:
     """On each rank: 48 MB, of which 32 are then the optimizer's."""
-    (own := tmp_path / "own.py").write_text(LARGE)
+    (own_script := tmp_path / "own.py").write_text(LARGE)
     printed = ""
     for epochs in (1, 2):
-        given = (own, "--epochs", epochs, "--batch-size", 4, *places(tmp_path))
-        printed = succeeded(script(*given, ranks=2)).stdout
+        arguments = (own_script, "--epochs", epochs, "--batch-size", 4, *places(tmp_path))
+        printed = succeeded(script(*arguments, ranks=2)).stdout
     took = re.findall(r"rank \d took (\d+) MB", printed)
-    assert len(took) == 2 and all(40 < int(one) < 1.5 * 48 for one in took)
+    assert len(took) == 2 and all(40 < int(mb) < 1.5 * 48 for mb in took)
     first, second = re.findall(r"ends with (\S+)", printed)
     assert first == second
     assert len(rows_of(tmp_path)) == 2
@@ -489,9 +495,9 @@ def test_noise_is_new_in_every_step() -> None:
 
 
 def test_it_is_compared_apart_from_mnist(script: Script, tmp_path: Path) -> None:
-    (own := tmp_path / "tables.py").write_text(own_training(CLASSIFY))
+    (own_script := tmp_path / "tables.py").write_text(own_training(CLASSIFY))
     for ranks in (1, 2):
-        succeeded(script(own, *SMALL, "--results-dir", tmp_path, ranks=ranks))
+        succeeded(script(own_script, *SMALL, "--results-dir", tmp_path, ranks=ranks))
     assert "tables on 2 CPU workers trained" in report([tmp_path / "runs"], tmp_path / "out")
     table = pd.read_csv(tmp_path / "out" / "comparison.csv")
     assert list(zip(table.stage, table.devices, table.model, strict=True)) == [

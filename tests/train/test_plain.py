@@ -224,12 +224,12 @@ def test_its_own_loop_is_recorded_stops_and_resumes_and_is_compared(
     """Stopped within an epoch, it has the losses of one never stopped, and the seconds of both starts."""
     script = (BY_FEATURE / "recorded.py", "--epochs", 3, "--batch-size", 100, "--data-dir", few_images)
 
-    def train(job: str, results: Path, *how: object, ranks: int) -> str:
+    def train(job: str, results: Path, *around: object, ranks: int) -> str:
         folder = tmp_path / job
         folder.mkdir(exist_ok=True)
         env = {"CUDA_VISIBLE_DEVICES": "", "MANYGPUS_RESULTS_DIR": str(results), "RANK": "0"}
         env |= ENVIRONMENT | {"MANYGPUS_JOB_DIR": str(folder)}
-        return succeeded(forking.run(*how, *script, ranks=ranks, env=env)).stdout
+        return succeeded(forking.run(*around, *script, ranks=ranks, env=env)).stdout
 
     train("alone", tmp_path, ranks=1)
     train("once", tmp_path / "once", ranks=2)
@@ -277,8 +277,8 @@ def kept(forking: Forking, tmp_path: Path) -> Callable[..., subprocess.Completed
     env = ENVIRONMENT | {"MANYGPUS_RESULTS_DIR": str(tmp_path)}
 
     def run(word: str = "", folder: str = "saved") -> subprocess.CompletedProcess[str]:
-        given = (tmp_path / "mine.py", tmp_path / "saved", tmp_path / folder, word)
-        return forking.run(*given, ranks=2, env=env)
+        command = (tmp_path / "mine.py", tmp_path / "saved", tmp_path / folder, word)
+        return forking.run(*command, ranks=2, env=env)
 
     return run
 
@@ -368,4 +368,6 @@ def test_a_recorder_sums_up_over_the_ranks(
     assert [row[name] for name in ("images", "steps", "train_seconds", "train_loss")] == [40, 4, 3, 2]
     assert [row[name] for name in ("test_images", "test_loss", "test_accuracy")] == [4, 1, 25]
     ((path,), metric) = ((tmp_path / "runs").glob("*.csv"), ("perplexity", 3))
-    assert [(one["metric"], one["value"]) for one in records.read_metrics(path)] == [metric]
+    assert [(metric_row["metric"], metric_row["value"]) for metric_row in records.read_metrics(path)] == [
+        metric
+    ]

@@ -148,8 +148,8 @@ def train(script: Script) -> Train:
     """Train two epochs without dropout, which has to go well; return the output of all ranks."""
 
     def run(path: Path, folder: Path, *arguments: object, ranks: int) -> str:
-        given = (path, *SMALL, *places(folder), *arguments)
-        done = succeeded(script(*WITHOUT_DROPOUT, *given, ranks=ranks))
+        command = (path, *SMALL, *places(folder), *arguments)
+        done = succeeded(script(*WITHOUT_DROPOUT, *command, ranks=ranks))
         return done.stdout + done.stderr
 
     return run
@@ -257,9 +257,9 @@ def test_a_shard_of_a_network_is_never_saved_as_all_of_it(
     split: str, part: str, script: Script, tmp_path: Path
 ) -> None:
     """`Run` says so before the training, and after its first step of what was split later."""
-    (own := tmp_path / "own.py").write_text(BY_RUN)
-    given = ("--epochs", 1, "--batch-size", 32, "--save-model", *places(tmp_path))
-    error = failed(script(own, *given, ranks=2, env={"SPLIT": split}))
+    (own_script := tmp_path / "own.py").write_text(BY_RUN)
+    arguments = ("--epochs", 1, "--batch-size", 32, "--save-model", *places(tmp_path))
+    error = failed(script(own_script, *arguments, ranks=2, env={"SPLIT": split}))
     assert f"error on rank 0: {part} " in error and "give Run sharded=Sharded(model, optimizer)" in error
     assert not [*tmp_path.glob("checkpoints/epoch-*"), *tmp_path.glob("models/*.pt")]
     assert not [*tmp_path.glob("runs/*.csv")]
@@ -268,11 +268,11 @@ def test_a_shard_of_a_network_is_never_saved_as_all_of_it(
 @pytest.mark.parametrize("split", ["fully_shard", "parallelize_module"])
 def test_what_is_given_as_sharded_is_saved_whole(split: str, script: Script, tmp_path: Path) -> None:
     """And resumes where it was, as one process that has all of it would."""
-    (own := tmp_path / "own.py").write_text(BY_RUN)
+    (own_script := tmp_path / "own.py").write_text(BY_RUN)
     one, two = tmp_path / "one", tmp_path / "two"
-    for folder, ranks, how, epochs in ((one, 1, "", 2), (two, 2, split, 1), (two, 2, split, 2)):
-        given = (own, "--epochs", epochs, "--batch-size", 32, "--save-model", *places(folder))
-        succeeded(script(*given, ranks=ranks, env={"SPLIT": how, "GIVEN": how}))
+    for folder, ranks, split_by, epochs in ((one, 1, "", 2), (two, 2, split, 1), (two, 2, split, 2)):
+        arguments = (own_script, "--epochs", epochs, "--batch-size", 32, "--save-model", *places(folder))
+        succeeded(script(*arguments, ranks=ranks, env={"SPLIT": split_by, "GIVEN": split_by}))
     losses, expected = ([row["train_loss"] for row in rows_of(folder)] for folder in (two, one))
     assert len(losses) == 2 and losses == pytest.approx(expected, rel=1e-5)
     assert furthest(weights_of(two), weights_of(one)) < 1e-5
@@ -284,8 +284,8 @@ def by_recorder(tmp_path: Path) -> Path:
     text = BY_RECORDER
     for place in (".", "checkpoints"):
         text = text.replace(f'"{place}"', repr(str(tmp_path / place)))
-    (own := tmp_path / "own.py").write_text(text)
-    return own
+    (own_script := tmp_path / "own.py").write_text(text)
+    return own_script
 
 
 def test_a_checkpointer_never_saves_a_shard_as_all(by_recorder: Path, script: Script, tmp_path: Path) -> None:

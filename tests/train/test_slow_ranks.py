@@ -148,7 +148,7 @@ def test_the_model_without_its_wrapper_drifts_apart(script: Script, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("own_seconds", "found"),
+    ("own_seconds", "expected"),
     [
         ([(1.0, 1.1, 1.0, 1.6)], "rank 3 on n0 takes 1.6x the median"),
         ([(1.0, 4.0), (1.0, 1.0)], "rank 1 on n0 takes 2.5x the median"),
@@ -158,7 +158,7 @@ def test_the_model_without_its_wrapper_drifts_apart(script: Script, tmp_path: Pa
     ],
     ids=["one of four", "where it was slow", "a little", "alone", "not known"],
 )
-def test_who_is_slow(own_seconds: list[tuple[float, ...]], found: str) -> None:
+def test_who_is_slow(own_seconds: list[tuple[float, ...]], expected: str) -> None:
     """`own_seconds` has a row for each epoch, on a node of its own, with a number for each rank."""
     rows = [
         {"rank": rank, "own_seconds": seconds, "host": f"n{epoch}"}
@@ -166,7 +166,7 @@ def test_who_is_slow(own_seconds: list[tuple[float, ...]], found: str) -> None:
         for rank, seconds in enumerate(of_epoch)
     ]
     clause = records.slow_rank(rows)
-    assert clause == (f"{found} of the others for its own part of a step" if found else "")
+    assert clause == (f"{expected} of the others for its own part of a step" if expected else "")
 
 
 def test_it_resumes_with_the_run(tmp_path: Path, script: Script) -> None:

@@ -26,8 +26,8 @@ EXACT = (*SMALL, "--lr", 0.1)
 def test_a_stage_learns_and_records_every_epoch(
     stage: str, processes: int | None, script: Script, tmp_path: Path
 ) -> None:
-    given = (stage, "--epochs", 2, *SMALL, "--results-dir", tmp_path)
-    succeeded(run_stage(*given, processes=processes) if processes else script(*given))
+    arguments = (stage, "--epochs", 2, *SMALL, "--results-dir", tmp_path)
+    succeeded(run_stage(*arguments, processes=processes) if processes else script(*arguments))
     rows = rows_of(tmp_path)
     world = processes or 1
     assert [row["epoch"] for row in rows] == [1, 2]

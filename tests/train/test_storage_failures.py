@@ -86,10 +86,10 @@ def test_on_a_disk_without_locks_a_killed_run_resumes_on_another_host(
             faults.after_epoch(1, lambda: faults.signal_itself(signal.SIGKILL))
         """,
     )
-    how = (place.script("single"), *SMALL, *places(tmp_path), "--epochs", 2)
-    assert script(*how, env={"KILLED": "n1"}).returncode == -signal.SIGKILL
+    arguments = (place.script("single"), *SMALL, *places(tmp_path), "--epochs", 2)
+    assert script(*arguments, env={"KILLED": "n1"}).returncode == -signal.SIGKILL
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1]
-    succeeded(script(*how))
+    succeeded(script(*arguments))
     assert [row["epoch"] for row in rows_of(tmp_path)] == [1, 2]
 
 
@@ -98,15 +98,15 @@ def test_a_lock_that_an_earlier_start_of_the_job_has_left_does_not_refuse_it(
 ) -> None:
     """As a file server keeps those of a node that failed; another training in the same start is one."""
     job = {"MANYGPUS_JOB_DIR": str(tmp_path), "SLURM_RESTART_COUNT": "1"}
-    how = (*SMALL, *places(tmp_path), "--epochs", 1)
+    arguments = (*SMALL, *places(tmp_path), "--epochs", 1)
     (tmp_path / "checkpoints").mkdir()
     with (tmp_path / "checkpoints" / ".lock").open("w") as dead:
         fcntl.flock(dead, fcntl.LOCK_EX)
         for owner in ("", f"start 0 of {tmp_path}/another", f"start 1 of {tmp_path}"):
             _write_anew(dead, f"process 7 on n2\n{owner}\n")
-            assert "another run saves its checkpoints in" in one_error(script("single", *how, env=job))
+            assert "another run saves its checkpoints in" in one_error(script("single", *arguments, env=job))
         _write_anew(dead, f"process 7 on n2\nstart 0 of {tmp_path}\n")
-        succeeded(script("single", *how, env=job))
+        succeeded(script("single", *arguments, env=job))
 
 
 def _write_anew(file: IO[str], text: str) -> None:
@@ -353,10 +353,14 @@ if __name__ == "__main__":
 RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
-@pytest.mark.parametrize(("how", "ending"), [((), (0, "")), (("fails",), (1, "error on rank 0: planted\n"))])
-def test_the_threads_of_the_group_end_before_python_does(how: tuple, ending: tuple, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "ending"), [((), (0, "")), (("fails",), (1, "error on rank 0: planted\n"))]
+)
+def test_the_threads_of_the_group_end_before_python_does(
+    arguments: tuple, ending: tuple, tmp_path: Path
+) -> None:
     script = tmp_path / "ending.py"
     script.write_text(SCRIPT)
     env = ENVIRONMENT | RANK | {"PYTHONPATH": str(REPOSITORY)}  # it ends as a user's Python does
-    done = ran(sys.executable, script, *how, env=env)
+    done = ran(sys.executable, script, *arguments, env=env)
     assert (done.returncode, done.stderr) == ending

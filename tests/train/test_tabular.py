@@ -51,7 +51,7 @@ def train(script: Script, folder: Path, ranks: int, *arguments: object) -> Train
 @pytest.fixture(scope="module")
 def trained(script: Script, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     folder = tmp_path_factory.mktemp("tabular")
-    return {name: train(script, folder / name, *how) for name, how in TRAININGS.items()}
+    return {name: train(script, folder / name, *arguments) for name, arguments in TRAININGS.items()}
 
 
 def test_exact_weights_train_as_one_process(trained: dict[str, Trained]) -> None:
@@ -92,22 +92,24 @@ def test_metrics_are_those_of_scikit_learn(
     expected = {("balanced_accuracy", "all classes"): judges.balanced_accuracy_score(truth, chosen)}
     per_class = judges.precision_recall_fscore_support(truth, chosen)
     for metric, values in zip(("precision", "recall", "f1"), per_class, strict=False):
-        expected |= {(metric, one): value for one, value in zip(CLASSES, values, strict=True)}
+        expected |= {(metric, label): value for label, value in zip(CLASSES, values, strict=True)}
     per_class = {
-        "share": [np.mean(truth == one) for one in range(3)],
+        "share": [np.mean(truth == label) for label in range(3)],
         "mean_probability": probabilities.mean(0),
     }
     for metric, values in per_class.items():
-        expected |= {(metric, one): value for one, value in zip(CLASSES, values, strict=True)}
-    for one, line in zip(CLASSES, judges.confusion_matrix(truth, chosen), strict=True):
-        expected |= {("rows", f"{one} taken for {other}"): n for other, n in zip(CLASSES, line, strict=True)}
+        expected |= {(metric, label): value for label, value in zip(CLASSES, values, strict=True)}
+    for label, line in zip(CLASSES, judges.confusion_matrix(truth, chosen), strict=True):
+        expected |= {
+            ("rows", f"{label} taken for {other}"): n for other, n in zip(CLASSES, line, strict=True)
+        }
     right, sure = calibration.calibration_curve(chosen == truth, confidence, n_bins=10)
     rows, edges = np.histogram(confidence, bins=np.linspace(0, 1, 11))
     bins = [f"confidence {low:.2g} to {low + 0.1:.2g}" for low, n in zip(edges, rows, strict=False) if n]
     rows = rows[rows > 0]
     expected["calibration_error", "all rows"] = (rows * abs(right - sure)).sum() / 1000
     for metric, values in {"rows": rows, "accuracy": right, "mean_confidence": sure}.items():
-        expected |= {(metric, one): value for one, value in zip(bins, values, strict=True)}
+        expected |= {(metric, label): value for label, value in zip(bins, values, strict=True)}
     # The file has six digits.
     assert trained[name].metrics[2] == pytest.approx(expected, rel=1e-5)
     last = trained[name].rows[-1]

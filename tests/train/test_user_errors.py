@@ -239,8 +239,8 @@ def test_an_error_of_the_samples_stays_what_it_is(loaders: int, tmp_path: Path, 
             return replace(train_set, prepare_one=fetched), test_set
         """,
     )
-    given = (*WITH_LOADERS, "--num-workers", loaders, "--results-dir", tmp_path)
-    done = script(failing, *given)
+    arguments = (*WITH_LOADERS, "--num-workers", loaders, "--results-dir", tmp_path)
+    done = script(failing, *arguments)
     assert done.returncode == 1
     assert "the store went away" in done.stderr
     assert "Traceback" in done.stderr and "was killed" not in done.stderr

@@ -29,8 +29,8 @@ def test_the_latent_state_finds_the_cell_types(script: Script, tmp_path: Path) -
     succeeded(script(SCRIPT, *arguments, "--results-dir", tmp_path))
     (weights,) = (tmp_path / "models").glob("*.pt")
     done = ran(sys.executable, "-c", program, weights, cwd=SCRIPT.parent)
-    found = re.findall(r"^(.*): types (\S+), plates (\S+)$", done.stdout, re.MULTILINE)
-    indices = {name: (float(by_type), float(by_plate)) for name, by_type, by_plate in found}
+    lines = re.findall(r"^(.*): types (\S+), plates (\S+)$", done.stdout, re.MULTILINE)
+    indices = {name: (float(by_type), float(by_plate)) for name, by_type, by_plate in lines}
     by_type, by_plate = indices["latent state"]
     assert by_type > 0.9 and abs(by_plate) < 0.02
     for name in ("counts", "shares"):

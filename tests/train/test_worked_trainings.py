@@ -46,22 +46,26 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def numbers_of(folder: Path, metrics: list[str]) -> list[float]:
     """The losses of two epochs, and these metrics."""
     (path,) = (folder / "runs").glob("*.csv")
-    own = [one["value"] for one in records.read_metrics(path) if one["metric"] in metrics] if metrics else []
+    of_metrics = (
+        [metric["value"] for metric in records.read_metrics(path) if metric["metric"] in metrics]
+        if metrics
+        else []
+    )
     losses = [row[name] for row in rows_of(folder) for name in ("train_loss", "test_loss")]
-    assert (len(losses), len(own)) == (4, 2 * len(metrics))
+    assert (len(losses), len(of_metrics)) == (4, 2 * len(metrics))
     assert {row["test_images"] for row in rows_of(folder)} <= {0, 11}  # a GAN has no test
-    return losses + own
+    return losses + of_metrics
 
 
 @pytest.mark.parametrize("name", WORKED)
 def test_a_worked_training_is_the_same_on_two_ranks_and_after_a_stop(
     name: str, images: Path, script: Script, tmp_path: Path
 ) -> None:
-    own, metrics = WORKED[name]
-    command = (next(BEYOND.glob(f"*/{name}.py")), *SMALL, *own)
+    arguments, metrics = WORKED[name]
+    command = (next(BEYOND.glob(f"*/{name}.py")), *SMALL, *arguments)
     if name == "resnet":
         (tmp_path / "precise.py").write_text(PRECISE)
-        command = (tmp_path / "precise.py", *SMALL, *own, "--images", images)
+        command = (tmp_path / "precise.py", *SMALL, *arguments, "--images", images)
     for ranks in (1, 2):
         succeeded(script(*command, "--results-dir", tmp_path / str(ranks), ranks=ranks))
     for before, sentence in (((*STOPS, 1), "stopped after step 1 of epoch 1"), ((), "resumed from")):

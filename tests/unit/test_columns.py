@@ -76,14 +76,14 @@ def test_an_option_can_be_recorded_in_a_setting_only(column: str) -> None:
 
 def test_every_option_that_shapes_the_training_is_a_setting_of_the_record() -> None:
     """And the table has its default as in the declaration."""
-    for one in fields(options.Options):
-        column = COLUMNS.get(one.metadata["column"])
+    for declared in fields(options.Options):
+        column = COLUMNS.get(declared.metadata["column"])
         # Run records the learning rate after its scaling rule, and the images that an epoch really had.
-        recorded_by_run = one.name in ("lr", "train_size")
-        assert not one.metadata["shapes_training"] or column or recorded_by_run, one.name
+        recorded_by_run = declared.name in ("lr", "train_size")
+        assert not declared.metadata["shapes_training"] or column or recorded_by_run, declared.name
         if column:
             is_unknown = column.default is None or column.default != column.default
-            assert is_unknown or column.default == one.default
+            assert is_unknown or column.default == declared.default
 
 
 @pytest.mark.parametrize("name", [name for name, column in COLUMNS.items() if column.default is not None])

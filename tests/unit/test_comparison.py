@@ -302,11 +302,11 @@ def test_a_network_with_other_weights_is_another_training(tmp_path: Path, compar
 def test_a_network_of_ones_own_may_be_called_net(tmp_path: Path, compared: Compared) -> None:
     """Nothing goes by the name of its class: it is another training, with rows and a baseline of its own."""
     tutorial = "Conv2d=2 Linear=2 structure=1111aaaa"
-    own = "Conv2d=5 Linear=1 structure=2222bbbb"
+    layers = "Conv2d=5 Linear=1 structure=2222bbbb"
     write_run(tmp_path, "one", [10, 1000, 1000], network=tutorial)
     write_run(tmp_path, "two", [10, 1600, 1600], **ddp(2, network=tutorial))
-    write_run(tmp_path, "own-one", [10, 50, 50], stage="mine", network=own, parameters=5_000_000)
-    write_run(tmp_path, "own-two", [10, 90, 90], **ddp(2, stage="mine", network=own, parameters=5_000_000))
+    write_run(tmp_path, "own-one", [10, 50, 50], stage="mine", network=layers, parameters=5_000_000)
+    write_run(tmp_path, "own-two", [10, 90, 90], **ddp(2, stage="mine", network=layers, parameters=5_000_000))
     table = compared().table
     assert list(table[table.stage == "ddp"].speedup) == [1.6]
     of_own = table[table.stage == "mine"]
@@ -442,8 +442,8 @@ def test_the_time_to_an_accuracy(tmp_path: Path, compared: Compared) -> None:
     assert " ".join(cells(text, "single", 1)).endswith("30.0 (2 of 3)")
     for stage, devices in (("ddp", 2), ("depth", 1)):
         assert " ".join(cells(text, stage, devices)).endswith("not reached")
-    one = table[table.stage == "single"].iloc[0]
-    assert (one.target_s, one.target_train_s, one.target_runs) == (30, 24, 2)
+    row = table[table.stage == "single"].iloc[0]
+    assert (row.target_s, row.target_train_s, row.target_runs) == (30, 24, 2)
     assert "| 24.0 |" in unpadded(tmp_path / "out" / "comparison.md")
     text, table, _ = compared(target=98)
     assert cells(text, "ddp", 2)[-1] == "10.0" and cells(text, "single", 1)[-1] == "10.0"
@@ -792,8 +792,8 @@ def test_a_table_has_the_unit_of_its_trainings(compared: Compared, tmp_path: Pat
     def write(folder: str, name: str, per_s: float, unit: str, **facts: object) -> None:
         path = write_run(tmp_path / folder, name, [per_s / 2, per_s, per_s], **facts)
         rows = "".join(f"{epoch}\t{unit}_per_s\t\t{8 * per_s}\n" for epoch in (2, 3))
-        own = f"1\tgraphs_per_s\ttraining\t{99}\n"  # which the script has logged
-        records.beside(path, "metrics").write_text(f"epoch\tmetric\tof\tvalue\n{own}{rows}")
+        speed_row = f"1\tgraphs_per_s\ttraining\t{99}\n"  # which the script has logged
+        records.beside(path, "metrics").write_text(f"epoch\tmetric\tof\tvalue\n{speed_row}{rows}")
 
     write("same", "one", 100, "tokens", model="GPT")
     write("same", "two", 190, "tokens", model="GPT", **ddp(2))

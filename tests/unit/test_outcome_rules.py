@@ -108,20 +108,20 @@ def test_which_jobs_that_resume_by_their_arguments_go_back(
 def test_where_the_checkpoints_are_of_a_job_that_does_not_come_back(
     release: str, situation: str, from_outside: bool, tmp_path: Path
 ) -> None:
-    how, ending = facts(release, situation), JobEnd(143, from_outside=from_outside)
+    slurm_facts, ending = facts(release, situation), JobEnd(143, from_outside=from_outside)
     saved = tmp_path / job_folder.CHECKPOINTS
     saved.mkdir()
     (saved / ".lock").touch()
-    assert str(saved) not in "".join(end(tmp_path, how, ending, (KILLED,)).said)
+    assert str(saved) not in "".join(end(tmp_path, slurm_facts, ending, (KILLED,)).said)
     (saved / "epoch-1-step-2.pt").touch()
-    assert f"{RESUMES} {saved}" in end(tmp_path, how, ending, (KILLED,)).said[-1]
+    assert f"{RESUMES} {saved}" in end(tmp_path, slurm_facts, ending, (KILLED,)).said[-1]
     (tmp_path / job_folder.PLAIN).touch()
-    last = end(tmp_path, how, ending, (KILLED,)).said[-1]
+    last = end(tmp_path, slurm_facts, ending, (KILLED,)).said[-1]
     assert f"{saved} (Checkpointer: folder=" in last and RESUMES not in last
     assert f"scontrol requeue {tmp_path.name} " in last
     # By its number Slurm would mean the whole array.
     job_folder.keep_script(tmp_path, job_folder.Script("train.py", [], array_element="17_2"))
-    assert "scontrol requeue 17_2 " in end(tmp_path, how, ending, (KILLED,)).said[-1]
+    assert "scontrol requeue 17_2 " in end(tmp_path, slurm_facts, ending, (KILLED,)).said[-1]
 
 
 def test_ended_well(release: str, tmp_path: Path) -> None:

@@ -92,15 +92,15 @@ def test_a_start_that_resumes_has_a_record_of_its_own(saved: Path, tmp_path: Pat
     assert other.first_epoch == 2
     other.epoch(4, 1.0, 0.25)
     assert record.read_bytes() == before
-    (own,) = {*record.parent.glob("*.csv")} - {record}
-    (row,) = records.read(own)
+    (resumed,) = {*record.parent.glob("*.csv")} - {record}
+    (row,) = records.read(resumed)
     assert (row["epoch"], row["resumed_from"]) == (2, record.stem)
     rows, _ = comparison.load([tmp_path / "runs"])
-    assert rows.epoch.tolist() == [1, 2] and set(rows.run_id) == {own.stem}
-    changed = pd.read_csv(own, dtype=str, keep_default_na=False).assign(threads_per_worker="99")
-    changed.to_csv(own, index=False)  # a run on two kinds of machines counts in neither
+    assert rows.epoch.tolist() == [1, 2] and set(rows.run_id) == {resumed.stem}
+    changed = pd.read_csv(resumed, dtype=str, keep_default_na=False).assign(threads_per_worker="99")
+    changed.to_csv(resumed, index=False)  # a run on two kinds of machines counts in neither
     rows, (skipped,) = comparison.load([tmp_path / "runs"])
-    assert rows.empty and own.stem in skipped
+    assert rows.empty and resumed.stem in skipped
 
 
 def test_an_optimizer_that_was_loaded_before_has_the_rate_that_it_began_with(tmp_path: Path) -> None:

@@ -108,8 +108,8 @@ def test_a_job_of_one_node(release: str) -> None:
 def test_what_the_job_runs_and_the_code_of_it() -> None:
     """The commit of the kit is in the log already; a script elsewhere has its own, or is in no repository."""
     kit = "/home/me/kit"
-    own = Script("/home/me/work/train.py", ["--name", "a b", "x\ny"], "1a2b3c-dirty", "/home/me/work")
-    assert start_plan.script_lines(own, kit) == [
+    script = Script("/home/me/work/train.py", ["--name", "a b", "x\ny"], "1a2b3c-dirty", "/home/me/work")
+    assert start_plan.script_lines(script, kit) == [
         "script  /home/me/work/train.py --name 'a b' 'x\\ny'",
         "code    1a2b3c with changes in /home/me/work",
     ]
@@ -140,9 +140,9 @@ def test_slurm_still_names_its_fields_so(release: str) -> None:
 def test_options_of_another_job_are_left_out(release: str) -> None:
     job = replace(JOB, record=record(release, "ended_well"), set_aside=LEFT)
     plan = decide(job)
-    own = {"SLURM_GPUS_PER_NODE": "2", "SLURM_MEM_PER_NODE": "16384", "SLURM_DISTRIBUTION": "plane=7"}
-    assert plan.exports.items() >= own.items()
-    assert {*plan.unset} - {"SLURM_RESTART_COUNT"} == {*LEFT} - {*own}
+    of_the_job = {"SLURM_GPUS_PER_NODE": "2", "SLURM_MEM_PER_NODE": "16384", "SLURM_DISTRIBUTION": "plane=7"}
+    assert plan.exports.items() >= of_the_job.items()
+    assert {*plan.unset} - {"SLURM_RESTART_COUNT"} == {*LEFT} - {*of_the_job}
     assert plan.asked.mb_per_node == 16384
     # No record tells of a distribution, but srun has started the shell that has sent this job.
     within_a_step = replace(job, set_aside=LEFT | {"SLURM_STEP_NODELIST": "n2"})
@@ -151,8 +151,8 @@ def test_options_of_another_job_are_left_out(release: str) -> None:
 
 def test_options_that_count_by_the_gpu(release: str) -> None:
     plan = decide(replace(JOB, record=record(release, "gpus_in_all"), set_aside=LEFT))
-    own = ("SLURM_MEM_PER_GPU", "SLURM_CPUS_PER_GPU", "SLURM_NTASKS_PER_GPU", "SLURM_TRES_BIND")
-    assert {*own} <= plan.exports.keys()
+    of_the_job = ("SLURM_MEM_PER_GPU", "SLURM_CPUS_PER_GPU", "SLURM_NTASKS_PER_GPU", "SLURM_TRES_BIND")
+    assert {*of_the_job} <= plan.exports.keys()
     assert {"SLURM_MEM_PER_NODE", "SLURM_GPUS_PER_NODE"} <= {*plan.unset}
     assert plan.asked.mb_per_node == 0
 

@@ -48,22 +48,22 @@ WORST_ON_AN_H100: dict[str, tuple[str, Grade] | None] = {
 @pytest.mark.parametrize("name", WORST)
 def test_each_trace_has_its_verdict(name: str) -> None:
     verdict = judge(folder_of(name))
-    found = [(finding.kind, finding.grade) for finding in verdict.findings]
+    grades = [(finding.kind, finding.grade) for finding in verdict.findings]
     expected = [WORST[name]] if WORST[name] else []
     if name.startswith("gpu"):
         # Nothing beside what is written into them.
-        assert found == expected
+        assert grades == expected
         assert verdict.energy_kwh > 0
     else:
-        assert found[:1] == expected
+        assert grades[:1] == expected
         assert math.isnan(verdict.energy_kwh)
     assert verdict.not_judged is None
 
 
 @pytest.mark.parametrize("name", WORST_ON_AN_H100)
 def test_the_verdict_on_a_real_gpu(name: str) -> None:
-    found = [(finding.kind, finding.grade) for finding in judge(H100 / name).findings]
-    assert found == ([WORST_ON_AN_H100[name]] if WORST_ON_AN_H100[name] else [])
+    grades = [(finding.kind, finding.grade) for finding in judge(H100 / name).findings]
+    assert grades == ([WORST_ON_AN_H100[name]] if WORST_ON_AN_H100[name] else [])
 
 
 def test_the_evidence_on_a_real_gpu() -> None:
