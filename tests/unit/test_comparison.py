@@ -691,7 +691,8 @@ def test_one_page_to_share(plot: Callable, forking: Forking, tmp_path: Path) -> 
     asked = [ROOT / "results" / "how_many_gpus.py", runs, "--target", 98, "--json"]
     answer = json.loads(succeeded(forking.run(*asked, env=ENVIRONMENT)).stdout)
     assert answer["best"]["devices"] == 2 and f"<p>{answer['sentence']}</p>" in page
-    command = f"plot_results.py {shlex.quote(str(runs))} --out {shlex.quote(str(tmp_path))} --target 98"
+    program = ROOT / "results" / "plot_results.py"
+    command = shlex.join(map(str, ["python", program, runs, "--out", tmp_path, "--target", 98]))
     assert f"{command}</pre>" in unescape(page)
 
 
