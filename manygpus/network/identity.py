@@ -4,7 +4,6 @@ Each but the arguments is a text of words, `name=value` or a name alone, so that
 which two trainings differ (reports/variants.py).
 """
 
-import hashlib
 import math
 import re
 import shlex
@@ -20,8 +19,9 @@ from torch import nn
 from manygpus.distributed import process_group
 from manygpus.network.model import unwrapped
 from manygpus.network.optim import KERNELS
+from manygpus.record.digest import digest, shortened
 
-LONGEST_VALUE, LONGEST_TEXT = 60, 2_000  # characters: what is longer is told by its digest
+LONGEST_TEXT_CHARACTERS = 2_000  # of what the record holds in one cell
 MOST_KINDS = 20  # of modules, that are named in words
 # What the state_dict of a schedule of PyTorch's has besides its constants.
 OF_A_STEP = {"last_epoch", "base_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"}
@@ -61,8 +61,8 @@ def of_optimizer(optimizer: torch.optim.Optimizer, sharded: bool = False) -> str
     if len(set(rates)) > 1:
         said["lr"] = _of_groups([f"x{rate / rates[0] if rates[0] else rate:.4g}" for rate in rates])
     if len(groups) > 1 and not sharded:
-        said["tensors"] = _short("|".join(str(len(group["params"])) for group in groups))
-    return _fitting(" ".join([type(optimizer).__name__, *_words(said)]))
+        said["tensors"] = shortened("|".join(str(len(group["params"])) for group in groups))
+    return shortened(" ".join([type(optimizer).__name__, *_words(said)]), LONGEST_TEXT_CHARACTERS)
 
 
 def of_lr_scheduler(lr_scheduler: object) -> str:
@@ -78,7 +78,7 @@ def of_lr_scheduler(lr_scheduler: object) -> str:
     }
     described = [" ".join([type(lr_scheduler).__name__, *_words(constants)])]
     described += [of_lr_scheduler(chained) for chained in getattr(lr_scheduler, "_schedulers", ())]
-    return _fitting(" + ".join(described))
+    return shortened(" + ".join(described), LONGEST_TEXT_CHARACTERS)
 
 
 def of_network(networks: Mapping[str, nn.Module], sharded: bool = False) -> str:
@@ -98,8 +98,8 @@ def of_network(networks: Mapping[str, nn.Module], sharded: bool = False) -> str:
         modules = {path: module for rank_modules in modules_by_rank for path, module in rank_modules.items()}
     kinds = Counter(kind for kind, _, is_layer in modules.values() if is_layer)
     words = [f"{kind}={count}" for kind, count in sorted(kinds.most_common(MOST_KINDS))]
-    structure = _digest(repr(sorted(modules.items())).encode())
-    return _fitting(" ".join([*words, f"structure={structure}"]))
+    structure = digest(repr(sorted(modules.items())).encode())
+    return shortened(" ".join([*words, f"structure={structure}"]), LONGEST_TEXT_CHARACTERS)
 
 
 def of_script() -> str:
@@ -107,13 +107,13 @@ def of_script() -> str:
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file:
         with suppress(OSError):
-            return f"{Path(file).name[:100]} {_digest(Path(file).read_bytes())}"
+            return f"{Path(file).name[:100]} {digest(Path(file).read_bytes())}"
     return ""
 
 
 def of_arguments() -> str:
     """Return the arguments of the running script, as on a command line; "" in a notebook."""
-    return _fitting(shlex.join(sys.argv[1:])) if of_script() else ""
+    return shortened(shlex.join(sys.argv[1:]), LONGEST_TEXT_CHARACTERS) if of_script() else ""
 
 
 def _layers(network: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -140,7 +140,7 @@ def _of_groups(values: Sequence[object]) -> object:
     """Return the value that all groups have, or one word for all."""
     words = [_word(value) for value in values]
     if len(set(words)) > 1:
-        return _short("|".join(words))
+        return shortened("|".join(words))
     return values[0] if values[0] is None or isinstance(values[0], bool) else words[0]
 
 
@@ -156,24 +156,11 @@ def _word(value: object) -> str:
     if isinstance(value, Counter):  # the milestones of MultiStepLR
         value = sorted(value.elements())
     if isinstance(value, (list, tuple)):
-        return _short(",".join(map(_word, value)))
+        return shortened(",".join(map(_word, value)))
     if isinstance(value, (bool, type(None))):
         return str(value)
     if isinstance(value, (int, float)):
         return f"{value:.6g}"
     if isinstance(value, str):
-        return _short("_".join(value.split()))
+        return shortened("_".join(value.split()))
     return getattr(value, "__name__", type(value).__name__)
-
-
-def _fitting(text: str) -> str:
-    """Return a text that the record can hold."""
-    return text if len(text) <= LONGEST_TEXT else _digest(text.encode())
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_VALUE else _digest(text.encode())
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:8]

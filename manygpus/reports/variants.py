@@ -4,7 +4,6 @@ The columns of `IN_WORDS` hold words, `name=value` or a name alone (network/iden
 script do so once `arguments_in_words` has read its command line.
 """
 
-import hashlib
 import math
 import re
 import shlex
@@ -15,6 +14,8 @@ from itertools import combinations
 from pathlib import PurePath
 
 import pandas as pd
+
+from manygpus.record.digest import shortened
 
 IN_WORDS = ("optimizer", "network", "schedule", "arguments")
 # Relative to the largest learning rate. The first is for runs of one configuration, whose steps are the same,
@@ -29,8 +30,6 @@ MOST_RATES = 4
 # The names of arguments in which repeats differ: which repeat it is, where its files are, and how far it
 # trains, as one that is resumed with more epochs than it had.
 OF_A_REPEAT = re.compile(r"(\w+_)?(seed|folder)|((num|max)_)?epochs|resume\w*|run_(id|name)|out(put)?|\w*dir")
-# Characters of an argument's value; what is longer, such as a list of files, is named by its digest.
-LONGEST_VALUE = 60
 
 # A row of a comparison, as `DataFrame.itertuples` gives it.
 TableRow = tuple
@@ -55,7 +54,7 @@ def arguments_in_words(line: str) -> str:
             if not path.suffix:
                 continue
             value = path.name
-        value = _short("_".join(value.split()))
+        value = shortened("_".join(value.split()))
         if flag:
             options.append("=".join(filter(None, [flag, value])))
         else:
@@ -82,10 +81,6 @@ def _arguments(words: list[str]) -> Iterator[tuple[str, str]]:
         values = [value] if equals else []
         if flag == "--":
             flag = ""
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= LONGEST_VALUE else hashlib.sha256(value.encode()).hexdigest()[:8]
 
 
 def other_arguments(row: TableRow, baseline: TableRow) -> list[str]:
