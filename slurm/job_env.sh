@@ -4,8 +4,8 @@
 # train (unless SITE_MONITOR is off). When the job script ends, `finish` ends the monitor, and requeues a job that
 # has saved after a signal.
 #
-# Python makes the decisions (manygpus/jobs/inside/in_job.py): how the job begins (manygpus/jobs/inside/start_plan.py), why it
-# failed, and which exit code it has (manygpus/jobs/inside/outcome_rules.py).
+# Python makes the decisions (manygpus/jobs/inside/in_job.py): how the job begins (start_plan.py there), why it failed,
+# and which exit code it has (outcome_rules.py).
 #
 # `choose_training` prints which script the job runs; a job of submit.py calls `tell_script` instead.
 #
@@ -13,8 +13,7 @@
 # `choose_training` sets TRAINING. For the ranks it exports MASTER_ADDR and MASTER_PORT.
 #
 # If the first argument of the job script is --plain, or an option that belongs to --plain, the arguments name a
-# script that knows nothing of the kit (manygpus/jobs/user_program.py). A sweep sets `name_in_sweep`, and `array_of_runs`
-# if it submits several runs as an array.
+# script that knows nothing of the kit (manygpus/jobs/user_program.py). The array of a sweep sets `name_in_sweep`.
 
 launcher=srun         # what starts the ranks; slurm_submit_torchrun.sh sets torchrun
 begun=""              # whether Python has decided how the job begins
@@ -58,7 +57,7 @@ plain=""
 proctrack="" # of a plain script: how Slurm finds the processes that it signals (manygpus/jobs/inside/run_plain.py)
 case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node) plain=1 ;; esac
 if [[ $plain ]]; then
-    # `python -m` must not import a queue.py from the folder of the script. manygpus/jobs/inside/run_plain.py unsets this.
+    # `python -m` must not import a queue.py from the folder of the script. jobs/inside/run_plain.py unsets this.
     export PYTHONSAFEPATH=1
     proctrack=$(scontrol show config 2>/dev/null | sed -n 's/^ProctrackType *= proctrack.//p') || proctrack=""
 else
@@ -103,9 +102,9 @@ printed() {
 }
 
 # --- what Python decides ----------------------------------------------------------------------------
-# Ask manygpus/jobs/inside/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION NAME=VALUE... What it has to know is its
-# input, as `ps` would show a command line to everybody. Python's time is limited, because a Python that hangs, for
-# instance in a file system, must not hold a node. If only the site's container has Python, it is asked there, in a
+# Ask manygpus/jobs/inside/in_job.py: in_job SECONDS SECONDS_IN_CONTAINER QUESTION NAME=VALUE... What it has to know
+# is its input, as `ps` would show a command line to everybody. Python's time is limited, because a Python that hangs,
+# for instance in a file system, must not hold a node. If only the site's container has Python, it is asked there, in a
 # step, with a limit of its own. Slurm starts no step in a job that is being requeued.
 in_job() {
     local seconds=$1 seconds_in_container=$2
@@ -141,7 +140,7 @@ begin() { # with the arguments of the job script
     done
     complaints=$(mktemp 2>/dev/null) || complaints=/dev/null
     answer=$(
-        in_job 60 300 begin "array_of_runs=${array_of_runs:-}" "monitor=$SITE_MONITOR" "version=$version" \
+        in_job 60 300 begin "run_name=${name_in_sweep:-}" "monitor=$SITE_MONITOR" "version=$version" \
             "gpus=$gpus" "first_node=$first_node" "node=$node" "addresses=$(hostname -I 2>/dev/null)" \
             "signal=$(grep -s '^#SBATCH --signal=' "$0")" "exported=$(compgen -e)" "${variables[@]}" \
             "${@/#/word=}" 2>"$complaints"

@@ -120,7 +120,7 @@ def _plan(told: Input) -> str:
         repository=told["repository"],
         folder=told.folder,
         program=parse(told.words)[0] if told["plain"] else None,
-        array_of_runs=bool(told["array_of_runs"]),
+        array_of_runs=bool(told["run_name"]),
     )
     return start_plan.begin(job, _resolve, monitored=told["monitor"] == "on")
 

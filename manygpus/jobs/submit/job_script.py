@@ -64,7 +64,7 @@ def of_tasks(
         f"sweep={shlex.quote(str(folder))}",
         "# Line N: the name of the run, which is that of its folder, and the words that name its script.",
         f'eval "set -- $(sed -n "${{SLURM_ARRAY_TASK_ID}}p" "$sweep/{COMMANDS}")"',
-        "name_in_sweep=$1 array_of_runs=1",
+        "name_in_sweep=$1",
         "shift",
         f'ln -sfn {shlex.quote(str(request.site.jobs_dir))}/"$SLURM_JOB_ID" "$sweep/$name_in_sweep/{JOB}"',
         f'ln -sfn "$sweep/{log_of_task}" "$sweep/$name_in_sweep/{LOG}"',
