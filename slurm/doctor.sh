@@ -4,6 +4,7 @@
 
 set -euo pipefail
 source "$SLURM_SUBMIT_DIR/job_env.sh"
+begin_job
 
 # Every check of a rank has a time limit, so each rank ends by itself, and a failed one does not end the others
 # (--kill-on-bad-exit=0). --wait is for a rank that hangs nevertheless.

@@ -1,16 +1,15 @@
 # shellcheck shell=bash disable=SC2034  # the job scripts use the variables that this sets
-# Every job script sources this file at its beginning. It asks Slurm and the node about the job, reads
-# slurm/site.sh, activates the Python environment, and starts the monitor, which samples each node while the ranks
-# train (unless SITE_MONITOR is off). When the job script ends, `finish` ends the monitor, and requeues a job that
-# has saved after a signal.
+# Every job script sources this file at its beginning. It asks Slurm about the job, reads slurm/site.sh, and activates
+# the Python environment. Then the job script says what it runs: `choose_training` sets TRAINING for its launch line,
+# and calls `begin_job`, which a job script without TRAINING calls itself. That asks the node about the job, and starts
+# the monitor, which samples each node while the ranks train (unless SITE_MONITOR is off). When the job script ends,
+# `finish` ends the monitor, and requeues a job that has saved after a signal.
 #
 # Python makes the decisions (manygpus/jobs/inside/in_job.py): how the job begins (start_plan.py there), why it failed,
 # and which exit code it has (outcome_rules.py).
 #
-# `choose_training` prints which script the job runs; a job of submit.py calls `tell_script` instead.
-#
-# For the launch line this file sets DATA_DIR, RESULTS_DIR, MANYGPUS_JOB_DIR, SITE_SRUN_ARGS and SITE_CONTAINER, and
-# `choose_training` sets TRAINING. For the ranks it exports MASTER_ADDR and MASTER_PORT.
+# For the launch line this file sets DATA_DIR, RESULTS_DIR, MANYGPUS_JOB_DIR, SITE_SRUN_ARGS and SITE_CONTAINER. For
+# the ranks `begin_job` exports MASTER_ADDR and MASTER_PORT.
 #
 # If the first argument of the job script is --plain, or an option that belongs to --plain, the arguments name a
 # script that knows nothing of the kit (manygpus/jobs/user_program.py). The array of a sweep sets `name_in_sweep`.
@@ -21,7 +20,7 @@ ended_from_outside="" # whether this shell has received SIGTERM or SIGHUP
 resumes_unsaved=""    # whether the job is requeued without a note that it has saved (--when-requeued)
 requeued=""           # whether the job is on its way back to the queue
 monitor=""            # the process id of the monitor
-code_folder=""        # the folder of a plain script, whose commit git is asked for
+first_folder=$PWD     # a job of a sweep goes on in the folder of its run
 
 # --- what Slurm knows about this job ----------------------------------------------------------------
 # Each job of an array has a number of its own, except one, which has the number of the array. Slurm takes that
@@ -126,15 +125,20 @@ in_job_input() {
     printed
 }
 
-# Carry out Python's answer, which sets and unsets variables, and prints the first lines of the log. What only the
-# node knows is asked here, because a container may have no scontrol, git or nvidia-smi.
-begin() { # with the arguments of the job script
-    local first_node node gpus version name variables=() answer complaints complaint
+# Begin the job that runs the script $1 with its arguments, or what the arguments of --plain name: carry out Python's
+# answer, which sets and unsets variables, and prints the first lines of the log. What only the node knows is asked
+# here, because a container may have no scontrol, git or nvidia-smi.
+begin_job() {
+    local first_node node gpus version code_folder code_top code_version name variables=() answer complaints complaint
     first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || first_node=""
     node=$(scontrol --oneliner show node "$first_node" 2>/dev/null) || node=""
     # If the driver hangs, nothing can end nvidia-smi, so this does not wait for its end.
     IFS= read -r -d '' -t 20 gpus < <(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || true
-    version=$(timeout 20 git -C "$REPOSITORY" describe --always --dirty 2>/dev/null) || version=""
+    version=$(git_here "$REPOSITORY" describe --always --dirty)
+    code_folder=$(folder_of_code "$@")
+    code_top=$(git_here "$code_folder" rev-parse --show-toplevel)
+    code_version=$version
+    [[ $code_top -ef $REPOSITORY ]] || code_version=$(git_here "$code_folder" describe --always --dirty)
     for name in "${!SLURM_@}" "${!SRUN_@}" MASTER_{ADDR,PORT} OMP_NUM_THREADS SITE_{NETWORK_INTERFACE,PORTS}; do
         [[ ! ${!name+set} ]] || variables+=("variable=$name=${!name}")
     done
@@ -143,7 +147,7 @@ begin() { # with the arguments of the job script
         in_job 60 300 begin "run_name=${name_in_sweep:-}" "monitor=$SITE_MONITOR" "version=$version" \
             "gpus=$gpus" "first_node=$first_node" "node=$node" "addresses=$(hostname -I 2>/dev/null)" \
             "signal=$(grep -s '^#SBATCH --signal=' "$0")" "exported=$(compgen -e)" "${variables[@]}" \
-            "${@/#/word=}" 2>"$complaints"
+            "code_top=$code_top" "code_version=$code_version" "${@/#/word=}" 2>"$complaints"
     ) || true
     complaint=$(grep --invert-match --extended-regexp '^(srun|slurmstepd|$)' "$complaints" | tail --lines=1) || true
     [[ $complaints == /dev/null ]] || rm "$complaints"
@@ -152,6 +156,26 @@ begin() { # with the arguments of the job script
 activate_environment or SITE_CONTAINER in slurm/site.sh."
     answer=${answer#*"# in_job begins"}
     eval "${answer%"# in_job ends"*}"
+    start_monitor
+}
+
+git_here() { timeout 20 git -C "$@" 2>/dev/null || true; }
+
+# Print the folder with the code of what these words name: of the first file among them. Modules are found from the
+# folder in which the job has begun, and an installed program works on what is there.
+folder_of_code() {
+    local word named=1
+    [[ ! $plain ]] || named=""
+    for word in "$@"; do
+        [[ $word != --plain* ]] || named=1
+        word=${word#--plain=}
+        [[ $word != -m* ]] || break
+        if [[ $named && -f $word && $word != */bin/* ]]; then
+            dirname "$(readlink -f -- "$word")"
+            return
+        fi
+    done
+    echo "$first_folder"
 }
 
 # --- the monitor ------------------------------------------------------------------------------------
@@ -210,7 +234,7 @@ choose_training() {
     shift
     if [[ $plain ]]; then
         TRAINING=(-m manygpus.jobs.inside.run_plain "$@")
-        tell_script "$@"
+        begin_job "$@"
         return
     fi
     if [[ ${1:-} == *.py ]]; then
@@ -221,20 +245,7 @@ choose_training() {
     [[ -f $script ]] || fail "there is no script $script in $PWD: $correction."
     TRAINING=("$script" --data-dir "$MANYGPUS_DATA_DIR" --results-dir "$MANYGPUS_RESULTS_DIR"
         --checkpoint-dir "$MANYGPUS_JOB_DIR/checkpoints" --resume auto "$@")
-    tell_script "$(realpath --no-symlinks -- "$script")" "$@"
-}
-
-# Print the script that the job runs, its arguments and its commit, and record them in the job's folder.
-tell_script() {
-    local folder top_folder version answer
-    folder=${code_folder:-$(dirname "$(readlink -f -- "$1")")} # `begin` sets it for a plain script
-    top_folder=$(timeout 20 git -C "$folder" rev-parse --show-toplevel 2>/dev/null) || top_folder=""
-    version=$(timeout 20 git -C "$folder" describe --always --dirty 2>/dev/null) || version=""
-    answer=$(in_job 20 60 script "run_name=${name_in_sweep:-}" "version=$version" "top_folder=$top_folder" \
-        "${@/#/word=}" 2>/dev/null) || answer=""
-    [[ $answer != *"# in_job script"* ]] || # container programs may print lines before it
-        echo "${answer#*"# in_job script"$'\n'}"
-    echo
+    begin_job "$script" "$@"
 }
 
 # --- the end of the job -----------------------------------------------------------------------------
@@ -307,12 +318,10 @@ listen_to_signals() {
     trap : USR1 USR2 # with --signal=B:USR2@60 the signal comes here, and not to the ranks
 }
 
-# --- the job begins ---------------------------------------------------------------------------------
+# --- the job is prepared ----------------------------------------------------------------------------
 trap finish EXIT
 listen_to_signals
 run_activate_environment
 listen_to_signals # the site's commands may have changed the traps
 type srun scontrol >/dev/null 2>&1 ||
     fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
-begin "$@"
-start_monitor

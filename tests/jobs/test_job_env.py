@@ -96,7 +96,7 @@ def test_python_gets_each_value_as_it_is_and_no_command_line_shows_it(checkout: 
     script = job_folder.read_script(job.folder)
     assert script and (script.arguments, script.job_name) == (words, name)
     called = (place / "called").read_text().splitlines()
-    assert called == [f"-m manygpus.jobs.inside.in_job {question}" for question in ("begin", "script", "end")]
+    assert called == [f"-m manygpus.jobs.inside.in_job {question}" for question in ("begin", "end")]
 
 
 FAILURES = {

@@ -289,7 +289,7 @@ def test_bash_carries_out_the_plan() -> None:
 
 
 def begin(folder: Path, job: JobStart = JOB, monitored: bool = True) -> str:
-    return start_plan.begin(replace(job, folder=folder), NAMES.get, monitored)
+    return start_plan.begin(replace(job, folder=folder), None, NAMES.get, monitored)
 
 
 def left_by_a_start(folder: Path) -> list[str]:

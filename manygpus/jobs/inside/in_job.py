@@ -1,9 +1,8 @@
 """What a job script asks (slurm/job_env.sh), which itself decides nothing: at its beginning, and at its end.
 
-    python -m manygpus.jobs.inside.in_job begin       prints shell code for its shell (start_plan.py)
-    python -m manygpus.jobs.inside.in_job script ...  prints what it runs, and keeps it in the job's folder
-    python -m manygpus.jobs.inside.in_job back        prints yes or no: may it go back to the queue?
-    python -m manygpus.jobs.inside.in_job end         prints its exit code, then its last lines
+    python -m manygpus.jobs.inside.in_job begin   prints shell code for its shell (start_plan.py)
+    python -m manygpus.jobs.inside.in_job back    prints yes or no: may it go back to the queue?
+    python -m manygpus.jobs.inside.in_job end     prints its exit code, then its last lines
 
 outcome_rules.py decides the last two.
 
@@ -28,8 +27,6 @@ from manygpus.jobs.inside import failure_reason, outcome_rules, start_plan
 from manygpus.jobs.inside.outcome_rules import JobEnd, SlurmFacts
 from manygpus.jobs.inside.start_plan import JobStart
 from manygpus.jobs.user_program import newest, parse
-
-SCRIPT_FOLLOWS = "# in_job script"
 
 
 @dataclass
@@ -79,8 +76,6 @@ def main() -> None:
     told = Input.parse(sys.stdin.buffer.read())
     if question == "begin":
         answer = _begin(told)
-    elif question == "script":
-        answer = _script(told)
     elif question == "back":
         facts = SlurmFacts.parse(told["facts"])
         may = outcome_rules.may_go_back(facts, told.folder, _ending(told, facts))
@@ -106,6 +101,7 @@ def _plan(told: Input) -> str:
         for name, value in told.variables.items()
         if name.startswith(("SLURM_", "SRUN_")) and name not in exported
     }
+    program, arguments = parse(told.words) if told["plain"] else (None, [])
     job = JobStart(
         record=told["facts"],
         variables={name: value for name, value in told.variables.items() if name not in set_aside},
@@ -119,37 +115,28 @@ def _plan(told: Input) -> str:
         version=told["version"],
         repository=told["repository"],
         folder=told.folder,
-        program=parse(told.words)[0] if told["plain"] else None,
+        program=program,
         array_of_runs=bool(told["run_name"]),
     )
-    return start_plan.begin(job, _resolve, monitored=told["monitor"] == "on")
-
-
-def _script(told: Input) -> str:
-    """Return the lines of the log on what the job runs, after a line that is found among other words."""
-    lines = []
-    if told["plain"]:
-        program, arguments = parse(told.words)
-        arguments = program.in_start(job_folder.restarts(), arguments, told.folder)
+    if program:
+        arguments = program.in_start(job.restarts, arguments, told.folder)
         script = program.described(arguments, python=sys.executable, folder=told.folder)
-        if job_folder.restarts() and script.when_requeued and not newest(script.when_requeued):
-            lines.append("nothing is there so far that --when-requeued names: it starts anew")
-    else:
+    elif told.words:
         path, *arguments = told.words
-        script = Script(path, arguments)
-    script = replace(
-        script,
-        commit=told["version"],
-        repository=told["top_folder"],
-        array_element=slurm.array_element(told["facts"]),
-        run_name=told["run_name"],
-        job_name=os.environ.get("SLURM_JOB_NAME", ""),
-        log=told["log"],
-    )
-    with suppress(OSError):  # a full disk
-        job_folder.keep_script(told.folder, script)
-    lines += start_plan.script_lines(script, kit=told["repository"])
-    return "\n".join([SCRIPT_FOLLOWS, *lines])
+        script = Script(str(Path(path).absolute()), arguments)
+    else:
+        script = None
+    if script:
+        script = replace(
+            script,
+            commit=told["code_version"],
+            repository=told["code_top"],
+            array_element=slurm.array_element(told["facts"]),
+            run_name=told["run_name"],
+            job_name=told.variables.get("SLURM_JOB_NAME", ""),
+            log=told["log"],
+        )
+    return start_plan.begin(job, script, _resolve, monitored=told["monitor"] == "on")
 
 
 def _resolve(name: str) -> str | None:

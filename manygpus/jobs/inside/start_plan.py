@@ -1,14 +1,15 @@
 """How a job begins, decided from what Slurm says of it and from the variables of its shell.
 
-It is asked once site.sh is read and Python is ready (`begin` in slurm/job_env.sh), and answers in shell code.
-It needs no packages.
+It is asked once site.sh is read and Python is ready (`begin_job` in slurm/job_env.sh), and answers in shell
+code. It needs no packages.
 """
 
 import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from manygpus import job_folder, launchers
 from manygpus.errors import UserError
 from manygpus.job_folder import Script
 from manygpus.jobs import slurm
-from manygpus.jobs.user_program import Program
+from manygpus.jobs.user_program import Program, newest
 from manygpus.log_words import CODE, GPUS, JOB, NODES, PYTHON, SCRIPT, line
 from manygpus.monitor import samples
 
@@ -359,11 +360,12 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def begin(job: JobStart, resolve: Callable[[str], str | None], monitored: bool) -> str:
+def begin(job: JobStart, script: Script | None, resolve: Callable[[str], str | None], monitored: bool) -> str:
     """Make the job's folder ready, and return what its shell has to do.
 
     Args:
         job: what is known of it.
+        script: what it runs; None if its job script does not say so.
         resolve: returns the address that a name has on this node; None if it has none.
         monitored: whether its nodes are sampled.
 
@@ -385,19 +387,26 @@ def begin(job: JobStart, resolve: Callable[[str], str | None], monitored: bool) 
             f"{job.folder} cannot be created ({error.strerror}): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in "
             "slurm/site.sh to a shared folder of yours."
         ) from None
+    if script:
+        with suppress(OSError):  # a full disk
+            job_folder.keep_script(job.folder, script)
+        plan = replace(plan, header=[*plan.header, *script_lines(script, job.repository, job.restarts), ""])
     return as_shell(plan, job.program)
 
 
-def script_lines(script: Script, kit: str) -> list[str]:
+def script_lines(script: Script, kit: str, restarts: int = 0) -> list[str]:
     """Return the lines of the log's head on what the job runs.
 
     Args:
         script: what it runs.
+        restarts: how often the job has come back from the queue.
         kit: the folder of this checkout, whose commit the log has already.
     """
     name = ("-m", script.module) if script.module else (script.path,)
     words = [printable(word) for word in (*name, *script.arguments)]
     lines = [line(SCRIPT, " ".join(words))]
+    if restarts and script.when_requeued and not newest(script.when_requeued):
+        lines.append("nothing is there so far that --when-requeued names: it starts anew")
     if script.python:
         lines.append(line(PYTHON, script.python))
     path, kit_folder = Path(script.path).resolve(), Path(kit).resolve()
@@ -429,10 +438,8 @@ def as_shell(plan: Plan, program: Program | None = None) -> str:
         lines.append(f"unset {' '.join(plan.unset)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()]
     lines += [f"{name}={shlex.quote(value)}" for name, value in plan.assigns.items()]
-    if program:
-        lines.append(f"code_folder={shlex.quote(str(program.folder))}")
-        if program.when_requeued is not None:
-            lines.append("resumes_unsaved=1")
+    if program and program.when_requeued is not None:
+        lines.append("resumes_unsaved=1")
     lines.append(_print(plan.header))
     return "\n".join(lines)
 

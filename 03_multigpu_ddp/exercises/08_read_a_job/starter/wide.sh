@@ -12,6 +12,7 @@
 
 set -euo pipefail
 source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
+begin_job mnist_ddp.py "$@"
 
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" \
     python mnist_ddp.py \
