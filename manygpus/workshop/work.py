@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
@@ -113,6 +114,11 @@ class Workspace:
                 "unchanged."
             )
         return table.iloc[0]
+
+    def run(self, name: str, variables: Mapping[str, str]) -> subprocess.CompletedProcess:
+        """Run the learner's program with these environment variables and no others; return what it prints."""
+        script = [sys.executable, str(self.folder / name)]
+        return subprocess.run(script, env=variables, capture_output=True, text=True, check=False)
 
     def module(self, name: str) -> ModuleType:
         """Import the learner's program. Names that it lacks raise `Wrong`, as do errors in it, also later.

@@ -1,4 +1,4 @@
-"""Gives the learner's functions the environments of processes that are known."""
+"""Starts the learner's program with the variables of processes that are known, and reads what it prints."""
 
 import re
 from collections.abc import Callable
@@ -69,8 +69,11 @@ WRONG = [
     ("who.py", "return local_rank", "return rank % world_size", "has no cuda:2"),
     ("who.py", "return local_rank", "return rank % 2", "in the second job"),
     ("who.py", "return local_rank", "return rank // 2", "in the first job"),
-    ("who.py", "int(environment[name])", "environment[name]", "whole numbers"),
+    ("who.py", "rank {rank} of {world_size}", "rank {rank}", "as the starter does"),
 ]  # fmt: skip
+# The line that who.py prints.
+PRINTED = re.compile(r"rank (?P<rank>\d+) of (?P<size>\d+), local rank (?P<local_rank>\d+): cuda:(?P<gpu>.+)")
+GAP = "KeyError: '?'"
 # The local rank of each rank, in the two jobs of ranks.txt.
 BLOCK = [0, 1, 0, 1]
 CYCLIC = [0, 0, 1, 1]
@@ -111,19 +114,19 @@ def check(workspace: Workspace) -> str:
         )
     if answers.number("without_srun") != 1:
         raise Wrong("`without_srun`: the batch script is one process. Only srun starts the others.")
-    who = workspace.module("who.py")
     for launcher, local_ranks in ((torchrun, BLOCK), (srun, BLOCK), (srun, CYCLIC)):
-        check_names(who.who_am_i, launcher, local_ranks)
-    if who.who_am_i({}) != (0, 0, 1):
+        check_names(workspace, launcher, local_ranks)
+    if place(workspace, "without a launcher", {})[:3] != (0, 0, 1):
         raise Wrong("Without a launcher there is one process: rank 0, local rank 0, world size 1.")
     batch = {name: value for name, value in srun(0, 0).items() if name != "SLURM_STEP_NUM_TASKS"}
-    if who.who_am_i(batch) != (0, 0, 1):
+    if place(workspace, "in the batch script", batch)[:3] != (0, 0, 1):
         raise Wrong(
             "In the batch script, without srun, `who_am_i` believes SLURM_PROCID and SLURM_NTASKS, and would "
             "wait for processes that never started. SLURM_STEP_NUM_TASKS shows whether this is a step of "
             "srun."
         )
-    check_gpus(who.gpu)
+    check_gpus(workspace, "second", CYCLIC)
+    check_gpus(workspace, "first", BLOCK)
     guess = "as you predicted" if prediction == 2 else f"you predicted {answers['prediction']}"
     return (
         f"Two of the four have local rank 0, one on each node: {guess}. The rank decides which shard of the "
@@ -133,63 +136,57 @@ def check(workspace: Workspace) -> str:
     )
 
 
-def check_names(who_am_i: Callable, launcher: Callable, local_ranks: list[int]) -> None:
-    name = launcher.__name__
-    try:
-        places = [who_am_i(launcher(rank, local_rank)) for rank, local_rank in enumerate(local_ranks)]
-        ranks, locals_, sizes = zip(*places, strict=True)
-    except KeyError as error:
-        reason = "there is a gap" if error.args == ("?",) else f"{name} sets no variable {error}"
-        raise Wrong(f"mine/who.py, started by {name}: {reason}.") from None
-    except (TypeError, ValueError) as error:
+def place(workspace: Workspace, where: str, variables: dict[str, str]) -> tuple[int, int, int, str]:
+    """Return rank, local rank, world size and GPU that who.py prints in a process with these variables."""
+    done = workspace.run("who.py", variables)
+    if done.returncode:
+        last_line = done.stderr.strip().splitlines()[-1]
+        reason = last_line.replace("KeyError:", f"{where} has no variable")
+        raise Wrong(f"mine/who.py, {where}: {'there is a gap' if last_line == GAP else reason}.")
+    printed = PRINTED.fullmatch(done.stdout.strip())
+    if not printed:
         raise Wrong(
-            f"mine/who.py, started by {name}: `who_am_i` has to return three whole numbers ({error})."
-        ) from None
-    if not all(isinstance(number, int) for place in places for number in place):
-        raise Wrong(
-            f"mine/who.py, started by {name}: `who_am_i` has to return three whole numbers, not {places[0]}."
+            f"mine/who.py, {where}, prints {done.stdout.strip()!r}, and not three whole numbers and a GPU as "
+            "the starter does, which `reset` restores."
         )
+    return int(printed["rank"]), int(printed["local_rank"]), int(printed["size"]), printed["gpu"]
+
+
+def check_names(workspace: Workspace, launcher: Callable, local_ranks: list[int]) -> None:
+    name = launcher.__name__
+    places = [
+        place(workspace, f"started by {name}", launcher(rank, local_rank))
+        for rank, local_rank in enumerate(local_ranks)
+    ]
+    ranks, locals_, sizes, _ = zip(*places, strict=True)
     if ranks.count(0) == 2:
         raise Wrong(
             f"With {name} on two nodes, two processes say that they are rank 0. Both would print, save, and "
             "train on the same images. The rank counts over all nodes."
         )
     if list(ranks) != [0, 1, 2, 3]:
-        raise Wrong(
-            f"With {name}, your function returns the ranks {', '.join(map(str, ranks))} for four processes."
-        )
+        raise Wrong(f"With {name}, who.py prints the ranks {', '.join(map(str, ranks))} for four processes.")
     if list(locals_) != local_ranks:
         raise Wrong(
-            f"With {name}, your function returns the local ranks {', '.join(map(str, locals_))} on two "
-            "nodes. Local ranks begin at 0 on every node; the rank counts over all nodes."
+            f"With {name}, who.py prints the local ranks {', '.join(map(str, locals_))} on two nodes. Local "
+            "ranks begin at 0 on every node; the rank counts over all nodes."
         )
     if set(sizes) != {4}:
-        raise Wrong(
-            f"With {name}, your function returns the world size {sizes[0]} for four processes on two nodes."
-        )
+        raise Wrong(f"With {name}, who.py prints the world size {sizes[0]} for four processes on two nodes.")
 
 
-def check_gpus(gpu: Callable) -> None:
-    first = [(rank, local_rank, "n2" if rank > 1 else "n1") for rank, local_rank in enumerate(BLOCK)]
-    second = [(rank, local_rank, "n2" if rank % 2 else "n1") for rank, local_rank in enumerate(CYCLIC)]
-    check_job("second", second, gpu)
-    check_job("first", first, gpu)
-
-
-def check_job(which: str, places: list[tuple[int, int, str]], gpu: Callable) -> None:
+def check_gpus(workspace: Workspace, which: str, local_ranks: list[int]) -> None:
+    """Check the GPUs in the job of ranks.txt whose ranks have these local ranks, two on each node."""
     taken = {}
-    for rank, local_rank, node in places:
-        number = gpu(rank, local_rank, 4)
-        if number == "?":
+    for rank, local_rank in enumerate(local_ranks):
+        node = "n2" if local_ranks[:rank].count(local_rank) else "n1"
+        *_, gpu = place(workspace, f"in the {which} job", srun(rank, local_rank))
+        if gpu == "?":
             raise Wrong("mine/who.py: `gpu` still has a gap.")
-        if not isinstance(number, int):
-            raise Wrong(f"`gpu` has to return a number, the N of cuda:N. Yours returns {number!r}.")
-        if number not in (0, 1):
+        if gpu not in ("0", "1"):
+            raise Wrong(f"`gpu` sends rank {rank} to cuda:{gpu}, but a node with two GPUs has no cuda:{gpu}.")
+        if taken.setdefault((node, gpu), rank) != rank:
             raise Wrong(
-                f"`gpu` sends rank {rank} to cuda:{number}, but a node with two GPUs has no cuda:{number}."
-            )
-        if taken.setdefault((node, number), rank) != rank:
-            raise Wrong(
-                f"`gpu`: in the {which} job of ranks.txt, two processes take cuda:{number} of {node}: ranks "
-                f"{taken[node, number]} and {rank}."
+                f"`gpu`: in the {which} job of ranks.txt, two processes take cuda:{gpu} of {node}: ranks "
+                f"{taken[node, gpu]} and {rank}."
             )

@@ -1,6 +1,4 @@
-"""Calculates each part of the memory, and lets the script measure the whole."""
-
-import torch
+"""Calculates each part of the memory."""
 
 from manygpus.workshop.work import Answers, Workspace, Wrong, is_close
 
@@ -50,8 +48,6 @@ WRONG = [
     ("answers.txt", "sharded = 8.4", "sharded = 33.6", "as with DDP"),
     ("answers.txt", "halved = activations", "halved = weights", "all of the network"),
 ]  # fmt: skip
-# The page asks to try this, and it may be left there.
-TOLD_WHEN_DONE = [("memory.py", "torch.optim.AdamW", "torch.optim.SGD", "The fullest moment has 71 MB")]
 WEIGHTS, ACTIVATIONS = (8 * rows * 512 * 4 / 1e6 for rows in (512, 2048))
 BATCH = ACTIVATIONS / 8
 # Each answer: the right number, and the hints for wrong ones.
@@ -82,16 +78,14 @@ def check(workspace: Workspace) -> str:
         judge(answers, name)
     if answers.word("halved", "weights", "gradients", "optimizer", "activations") != "activations":
         raise Wrong("`halved`: with DDP, each of two GPUs has all of the network, and half of the samples.")
-    program = workspace.module("memory.py")
-    program.OPTIMIZER = torch.optim.AdamW  # the learner may have left SGD there
-    measured = program.measure(layers=8, width=512, batch=2048)
+    before_backward = 3 * WEIGHTS + BATCH + ACTIVATIONS
     return (
-        f"The fullest moment has {measured['fullest']:.0f} MB; you predicted {prediction:g}. It is the start "
-        "of the backward pass. Then weights, AdamW's means, the batch and all activations are in memory "
-        f"({3 * WEIGHTS + BATCH + ACTIVATIONS:.0f} MB), with no gradient of a weight yet, but two gradients "
-        "of activations. Later, each layer frees more than its gradient takes. So a smaller batch, or "
-        "checkpointing, lowers this peak. If the weights are larger than the activations, sharding lowers "
-        "it."
+        f"The fullest moment has {before_backward + 2 * BATCH:.0f} MB, as memory.py prints; you predicted "
+        f"{prediction:g}. It is the start of the backward pass. Then weights, AdamW's means, the batch and "
+        f"all activations are in memory ({before_backward:.0f} MB), with no gradient of a weight yet, but "
+        "two gradients of activations. Later, each layer frees more than its gradient takes. So a smaller "
+        "batch, or checkpointing, lowers this peak. If the weights are larger than the activations, sharding "
+        "lowers it."
     )
 
 
