@@ -77,7 +77,7 @@ class Evidence:
         # A log may have many other lines.
         self._lines = [line for lines in logs.values() for line in lines if CLUES.search(line)]
         left = (LEFT.search(line) for line in self._lines)
-        self._left = next((found for found in left if found), None)
+        self._left = next(filter(None, left), None)
         silent = job_folder.notes(folder, "started")
         self._nodes = {rank: job_folder.read(note) for rank, note in silent.items()}
         lost = job_folder.notes(folder, "lost")
@@ -101,18 +101,18 @@ class Evidence:
             if never_started:
                 return [never_started]
         reasons = (self._noted_by_a_rank(), self._timed_out_on_gloo(), *self._deaths(), self._gave_up())
-        found = list(dict.fromkeys(reason for reason in reasons if reason))
-        if not found:
-            found = list(dict.fromkeys(self._exited_torchruns()))
-        if found:
-            told = [self._with_its_output(reason) for reason in found]
+        known = list(dict.fromkeys(reason for reason in reasons if reason))
+        if not known:
+            known = list(dict.fromkeys(self._exited_torchruns()))
+        if known:
+            with_output = [self._with_its_output(reason) for reason in known]
             # Two ranks may end within a moment. The one that says that it lost another was not the first.
-            return sorted(told, key=lambda reason: LOST_A_PEER.search(reason.text) is not None)
+            return sorted(with_output, key=lambda reason: LOST_A_PEER.search(reason.text) is not None)
         if self._nodes:
-            how = "by hand, at its time limit, or because memory ran out"
+            guess = "by hand, at its time limit, or because memory ran out"
             if self._launcher:
-                how = "by hand, or because memory ran out: --mem"
-            return [Reason(f"{self._names(self._nodes)} ended silently: killed ({how})?")]
+                guess = "by hand, or because memory ran out: --mem"
+            return [Reason(f"{self._names(self._nodes)} ended silently: killed ({guess})?")]
         if self._launcher and job_folder.notes(self._folder, "lost"):
             why = "the network failed, or a rank hung for longer than --timeout"
             return [Reason(f"the ranks lost contact: {why}")]
@@ -152,7 +152,7 @@ class Evidence:
             lines = [line for line in job_folder.read(failed[rank]).splitlines() if line]
             if lines:
                 # It may not have come to its exit: PyTorch's threads abort some, and srun ends others.
-                exited = EXITED.fullmatch(self._how_ended(rank))
+                exited = EXITED.fullmatch(self._exit_status(rank))
                 return Reason(lines[0], rank, int(exited[1]) if exited else 1)
         return None
 
@@ -160,11 +160,11 @@ class Evidence:
         """Return the nodes of the ranks that ended, and how: srun's word, or torchrun's exit code."""
         printed = "\n".join(self._lines)
         if self._launcher == "torchrun":
-            return {int(rank): (node, how) for _, node, rank, how in OF_TORCHRUN.findall(printed)}
+            return {int(rank): (node, status) for _, node, rank, status in OF_TORCHRUN.findall(printed)}
         ended = OF_SRUN.findall(printed)
-        return {task: (node, how) for node, tasks, how in ended for task in parse_ranges(tasks)}
+        return {task: (node, status) for node, tasks, status in ended for task in parse_ranges(tasks)}
 
-    def _how_ended(self, rank: int) -> str:
+    def _exit_status(self, rank: int) -> str:
         """Return srun's word, or torchrun's exit code; "" if they tell nothing of the rank."""
         return self._ends().get(rank, ("", ""))[1]
 
@@ -177,37 +177,37 @@ class Evidence:
         printed = "\n".join(self._lines)
         root_causes = OF_TORCHRUN.findall("\n".join(ROOT_CAUSE.findall(printed)))
         root_causes.sort(key=lambda cause: cause[0])
-        for _, node, rank, how in (*root_causes, *OF_TORCHRUN.findall(printed)):
+        for _, node, rank, status in (*root_causes, *OF_TORCHRUN.findall(printed)):
             if int(rank) not in ended:
-                yield self._died(int(rank), node, how)
-        for node, tasks, how in OF_SRUN.findall(printed):
+                yield self._died(int(rank), node, status)
+        for node, tasks, status in OF_SRUN.findall(printed):
             if self._launcher == "torchrun":
-                if how.startswith("Exited"):  # a rank of it has failed, and srun then ends the others
+                if status.startswith("Exited"):  # a rank of it has failed, and srun then ends the others
                     return
-                yield from self._died_torchruns(node, tasks, how)
+                yield from self._died_torchruns(node, tasks, status)
                 continue
             for task in parse_ranges(tasks):
                 if task not in ended:
-                    yield self._died(task, node, how)
+                    yield self._died(task, node, status)
 
-    def _died_torchruns(self, node: str, tasks: str, how: str) -> Iterator[Reason]:
-        if how.startswith("Terminated"):
+    def _died_torchruns(self, node: str, tasks: str, status: str) -> Iterator[Reason]:
+        if status.startswith("Terminated"):
             return
         for task in parse_ranges(tasks):
-            yield Reason(f"torchrun {task} on {node} {_in_words(how)}", exit_code=_exit_code(how))
+            yield Reason(f"torchrun {task} on {node} {_in_words(status)}", exit_code=_exit_code(status))
 
     def _exited_torchruns(self) -> Iterator[Reason]:
         """Yield how torchruns ended that tell of no rank: they did not meet, for instance."""
         if self._launcher == "torchrun":
-            for node, tasks, how in OF_SRUN.findall("\n".join(self._lines)):
-                yield from self._died_torchruns(node, tasks, how)
+            for node, tasks, status in OF_SRUN.findall("\n".join(self._lines)):
+                yield from self._died_torchruns(node, tasks, status)
 
-    def _died(self, rank: int, node: str, how: str) -> Reason | None:
-        """Return a clause on a rank's death; `how` is srun's word, or torchrun's exit code."""
+    def _died(self, rank: int, node: str, status: str) -> Reason | None:
+        """Return a clause on a rank's death; `status` is srun's word, or torchrun's exit code."""
         if rank in self._waited:
             return self._gave_up()
-        words = _in_words(how)
-        if how.startswith("Killed") and self._left:
+        words = _in_words(status)
+        if status.startswith("Killed") and self._left:
             words = (
                 f"was ended by srun, {self._left[1]} s after another rank left: have all ranks end together"
             )
@@ -217,14 +217,14 @@ class Evidence:
             words += self._cause_of_abort(rank)
         if not words:
             return None
-        return Reason(f"rank {rank} on {self._nodes.get(rank) or node} {words}", rank, _exit_code(how))
+        return Reason(f"rank {rank} on {self._nodes.get(rank) or node} {words}", rank, _exit_code(status))
 
     def _cause_of_abort(self, rank: int) -> str:
         """Return in brackets what NCCL says why it has aborted this rank; "" if it says nothing."""
         for line in self._lines:
-            found = ABORTED.search(line)
-            if found and int(found[1]) == rank:
-                return f" ({found[2]})"
+            aborted = ABORTED.search(line)
+            if aborted and int(aborted[1]) == rank:
+                return f" ({aborted[2]})"
         return ""
 
     def _gave_up(self) -> Reason | None:
@@ -242,7 +242,7 @@ class Evidence:
         names = self._names(missing)
         awaited = f"{names}, which hung or was lost" if names else "each other"
         reason = f"{library} gave up after --timeout: rank {','.join(map(str, waited))} waited for {awaited}"
-        return Reason(reason, waited[0], _exit_code(self._how_ended(waited[0])))
+        return Reason(reason, waited[0], _exit_code(self._exit_status(waited[0])))
 
     def _with_its_output(self, reason: Reason) -> Reason:
         """Add the error that was printed, if no note has it, and name the rank's log if it has its own."""
@@ -277,35 +277,35 @@ def _remedy(error: str, ranks: int) -> str:
     return ""
 
 
-def _in_words(how: str) -> str:
+def _in_words(status: str) -> str:
     """Explain srun's word, or torchrun's exit code; "" if another death was the cause."""
-    if how.startswith("Terminated") or how == "-15":
+    if status.startswith("Terminated") or status == "-15":
         return ""
-    if how.startswith("Killed") or how == "-9":
+    if status.startswith("Killed") or status == "-9":
         return "was killed (by hand, or because memory ran out: --mem)"
-    if how.startswith("Out Of Memory"):
+    if status.startswith("Out Of Memory"):
         return "was killed because memory ran out: ask for more --mem"
-    if how.startswith("Aborted"):
+    if status.startswith("Aborted"):
         return "aborted"
-    if how.startswith("-"):
-        return job_folder.died_of(-int(how))
-    if how.startswith("Exited") or how.isdigit():
-        return f"ended silently, with exit code {how.split()[-1]}"
-    return f"died: {how}"
+    if status.startswith("-"):
+        return job_folder.died_of(-int(status))
+    if status.startswith("Exited") or status.isdigit():
+        return f"ended silently, with exit code {status.split()[-1]}"
+    return f"died: {status}"
 
 
-def _exit_code(how: str) -> int:
+def _exit_code(status: str) -> int:
     """Return the exit code, as a shell has it, by srun's word or torchrun's exit code; 0 if it is unknown."""
-    by_signal = re.fullmatch(r"-(\d+)", how)
+    by_signal = re.fullmatch(r"-(\d+)", status)
     if by_signal:
         return 128 + int(by_signal[1])
-    exited = EXITED.fullmatch(how)
+    exited = EXITED.fullmatch(status)
     if exited:
         return int(exited[1])
-    if how.startswith("Out Of Memory"):
+    if status.startswith("Out Of Memory"):
         return 128 + signal.SIGKILL
     by_name = {signal.strsignal(number): number for number in signal.valid_signals()}
-    number = by_name.get(how.partition(" (core")[0])
+    number = by_name.get(status.partition(" (core")[0])
     return 128 + number if number else 0
 
 

@@ -48,9 +48,9 @@ class Input:
     @classmethod
     def parse(cls, content: bytes) -> "Input":
         """Read it from the bytes that the job script has written."""
-        told, _, logs = content.partition(b"\0\0")
+        entries, _, logs = content.partition(b"\0\0")
         read = cls(logs=logs)
-        for entry in os.fsdecode(told).split("\0"):
+        for entry in os.fsdecode(entries).split("\0"):
             name, _, value = entry.partition("=")
             if name == "word":
                 read.words.append(value)
@@ -73,70 +73,70 @@ class Input:
 def main() -> None:
     """Answer what slurm/job_env.sh asks."""
     question = sys.argv[1]
-    told = Input.parse(sys.stdin.buffer.read())
+    job_input = Input.parse(sys.stdin.buffer.read())
     if question == "begin":
-        answer = _begin(told)
+        answer = _begin(job_input)
     elif question == "back":
-        facts = SlurmFacts.parse(told["facts"])
-        may = outcome_rules.may_go_back(facts, told.folder, _ending(told, facts))
+        slurm_facts = SlurmFacts.parse(job_input["facts"])
+        may = outcome_rules.may_go_back(slurm_facts, job_input.folder, _job_end(job_input, slurm_facts))
         answer = "yes" if may else "no"
     else:
-        answer = _end(told)
+        answer = _end(job_input)
     print_line(answer)
 
 
-def _begin(told: Input) -> str:
+def _begin(job_input: Input) -> str:
     """Return shell code between two lines that are found among the words of a container program."""
     try:
-        code = _plan(told)
+        code = _plan(job_input)
     except UserError as error:
         code = f"fail {shlex.quote(str(error))}"
     return f"# in_job begins\n{code}\n# in_job ends"
 
 
-def _plan(told: Input) -> str:
-    exported = told["exported"].split()
+def _plan(job_input: Input) -> str:
+    exported = job_input["exported"].split()
     set_aside = {
         name: value
-        for name, value in told.variables.items()
+        for name, value in job_input.variables.items()
         if name.startswith(("SLURM_", "SRUN_")) and name not in exported
     }
-    program, arguments = parse(told.words) if told["plain"] else (None, [])
+    program, arguments = parse(job_input.words) if job_input["plain"] else (None, [])
     job = JobStart(
-        record=told["facts"],
-        variables={name: value for name, value in told.variables.items() if name not in set_aside},
+        record=job_input["facts"],
+        variables={name: value for name, value in job_input.variables.items() if name not in set_aside},
         set_aside=set_aside,
         exported=tuple(exported),
-        first_node=told["first_node"],
-        first_node_record=told["node"],
-        addresses=tuple(told["addresses"].split()),
-        signal_lines=told["signal"],
-        gpu_names=told["gpus"],
-        version=told["version"],
-        repository=told["repository"],
-        folder=told.folder,
+        first_node=job_input["first_node"],
+        first_node_record=job_input["node"],
+        addresses=tuple(job_input["addresses"].split()),
+        signal_lines=job_input["signal"],
+        gpu_names=job_input["gpus"],
+        version=job_input["version"],
+        repository=job_input["repository"],
+        folder=job_input.folder,
         program=program,
-        array_of_runs=bool(told["run_name"]),
+        array_of_runs=bool(job_input["run_name"]),
     )
     if program:
-        arguments = program.in_start(job.restarts, arguments, told.folder)
-        script = program.described(arguments, python=sys.executable, folder=told.folder)
-    elif told.words:
-        path, *arguments = told.words
+        arguments = program.in_start(job.restarts, arguments, job_input.folder)
+        script = program.described(arguments, python=sys.executable, folder=job_input.folder)
+    elif job_input.words:
+        path, *arguments = job_input.words
         script = Script(str(Path(path).absolute()), arguments)
     else:
         script = None
     if script:
         script = replace(
             script,
-            commit=told["code_version"],
-            repository=told["code_top"],
-            array_element=slurm.array_element(told["facts"]),
-            run_name=told["run_name"],
-            job_name=told.variables.get("SLURM_JOB_NAME", ""),
-            log=told["log"],
+            commit=job_input["code_version"],
+            repository=job_input["code_top"],
+            array_element=slurm.array_element(job_input["facts"]),
+            run_name=job_input["run_name"],
+            job_name=job_input.variables.get("SLURM_JOB_NAME", ""),
+            log=job_input["log"],
         )
-    return start_plan.begin(job, script, _resolve, monitored=told["monitor"] == "on")
+    return start_plan.begin(job, script, _resolve, monitored=job_input["monitor"] == "on")
 
 
 def _resolve(name: str) -> str | None:
@@ -147,39 +147,42 @@ def _resolve(name: str) -> str | None:
         return None
 
 
-def _ending(told: Input, facts: SlurmFacts) -> JobEnd:
-    restart = int(told["restart"])
-    if not told["begun"] and facts.restarts is not None:  # the shell may have another job's number so far
-        restart = facts.restarts
-    script = job_folder.read_script(told.folder)
+def _job_end(job_input: Input, slurm_facts: SlurmFacts) -> JobEnd:
+    restart = int(job_input["restart"])
+    # The shell may have another job's number so far.
+    if not job_input["begun"] and slurm_facts.restarts is not None:
+        restart = slurm_facts.restarts
+    script = job_folder.read_script(job_input.folder)
     words = script.when_requeued if script else None
     return JobEnd(
-        code=int(told["code"]),
-        from_outside=bool(told["from_outside"]),
-        seconds=int(told["seconds"]),
+        code=int(job_input["code"]),
+        from_outside=bool(job_input["from_outside"]),
+        seconds=int(job_input["seconds"]),
         restart=restart,
-        refusal=told.values.get("refusal"),
-        most_restarts=int(told["most_restarts"]),
-        begun=bool(told["begun"]),
-        failure=told["failure"],
-        resumes_unsaved=bool(told["resumes_unsaved"]),
+        refusal=job_input.values.get("refusal"),
+        most_restarts=int(job_input["most_restarts"]),
+        begun=bool(job_input["begun"]),
+        failure=job_input["failure"],
+        resumes_unsaved=bool(job_input["resumes_unsaved"]),
         would_start_anew=words is not None and not newest(words),
     )
 
 
-def _end(told: Input) -> str:
-    facts = SlurmFacts.parse(told["facts"])
-    how = _ending(told, facts)
-    if not how.begun and not how.restart:
+def _end(job_input: Input) -> str:
+    slurm_facts = SlurmFacts.parse(job_input["facts"])
+    job_end = _job_end(job_input, slurm_facts)
+    if not job_end.begun and not job_end.restart:
         with suppress(OSError):
-            job_folder.set_aside(told.folder)
-    logs = job_log.parse(told.logs)
-    evidence = failure_reason.Evidence(told.folder, logs, launcher=told["launcher"], log=Path(told["log"]))
-    outcome = outcome_rules.end(facts, told.folder, how, evidence)
-    if outcome.well and outcome_rules.has_nothing_left_to_do(facts, told.folder, how):
-        job_folder.note_end_for_good(told.folder)
+            job_folder.set_aside(job_input.folder)
+    logs = job_log.parse(job_input.logs)
+    evidence = failure_reason.Evidence(
+        job_input.folder, logs, launcher=job_input["launcher"], log=Path(job_input["log"])
+    )
+    outcome = outcome_rules.end(slurm_facts, job_input.folder, job_end, evidence)
+    if outcome.well and outcome_rules.has_nothing_left_to_do(slurm_facts, job_input.folder, job_end):
+        job_folder.note_end_for_good(job_input.folder)
     with suppress(OSError):  # a full disk
-        job_folder.keep_outcome(told.folder, outcome)
+        job_folder.keep_outcome(job_input.folder, outcome)
     return "\n".join([f"code    {outcome.exit_code}", *outcome.said])
 
 

@@ -85,12 +85,12 @@ class JobEnd:
         return self.restart >= self.most_restarts
 
 
-def may_go_back(facts: SlurmFacts, folder: Path, ending: JobEnd) -> bool:
+def may_go_back(slurm_facts: SlurmFacts, folder: Path, job_end: JobEnd) -> bool:
     """Return whether a job with this folder may go back to the queue."""
-    return not ending.was_the_last and _has_reason_to_go_back(facts, folder, ending)
+    return not job_end.was_the_last and _has_reason_to_go_back(slurm_facts, folder, job_end)
 
 
-def _has_reason_to_go_back(facts: SlurmFacts, folder: Path, ending: JobEnd) -> bool:
+def _has_reason_to_go_back(slurm_facts: SlurmFacts, folder: Path, job_end: JobEnd) -> bool:
     """Return whether a job that can resume was stopped, rather than ended by its user or by a fault.
 
     Where a rank fails, srun ends the others, and these may save. That is no reason to come back soon after
@@ -99,118 +99,120 @@ def _has_reason_to_go_back(facts: SlurmFacts, folder: Path, ending: JobEnd) -> b
     anew, it would reach its time limit again.
     """
     has_saved = job_folder.stopped(folder) is not None
-    if not has_saved and not (ending.resumes_unsaved and ending.code):
+    if not has_saved and not (job_end.resumes_unsaved and job_end.code):
         return False
-    if facts.at_time_limit:
-        return has_saved or not ending.would_start_anew
-    if ending.from_outside:
+    if slurm_facts.at_time_limit:
+        return has_saved or not job_end.would_start_anew
+    if job_end.from_outside:
         return False
     if not has_saved:
-        return facts.preempted
-    return ending.code == 0 or ending.seconds >= SOON_SECONDS or facts.preempted
+        return slurm_facts.preempted
+    return job_end.code == 0 or job_end.seconds >= SOON_SECONDS or slurm_facts.preempted
 
 
-class Verdict(NamedTuple):
-    """How a start has ended: its exit code, why it failed, and what its log is to say of it."""
+class Decision(NamedTuple):
+    """What the rules say of a start: its exit code, why it failed, and the last lines of its log."""
 
     exit_code: int
     reasons: list[Reason]
-    said: list[str]
+    log_lines: list[str]
 
 
-def end(facts: SlurmFacts, folder: Path, ending: JobEnd, evidence: Evidence) -> Outcome:
+def end(slurm_facts: SlurmFacts, folder: Path, job_end: JobEnd, evidence: Evidence) -> Outcome:
     """Return how this start of a job has ended, and what its log is to say of it.
 
     Args:
-        facts: what Slurm says of the job.
+        slurm_facts: what Slurm says of the job.
         folder: the job's folder.
-        ending: what the job script knows of its end.
+        job_end: what the job script knows of its end.
         evidence: what the ranks have left, and what their launcher has printed.
     """
-    if ending.code == 0 and evidence.node_failed:  # Slurm itself puts the job back into the queue
-        ending = replace(ending, code=1, from_outside=True)
+    if job_end.code == 0 and evidence.node_failed:  # Slurm itself puts the job back into the queue
+        job_end = replace(job_end, code=1, from_outside=True)
     saved = job_folder.stopped(folder)
     if saved == "":
         saved = str(folder / job_folder.CHECKPOINTS)
-    verdict = _verdict(facts, folder, ending, evidence, saved)
-    first = verdict.reasons[0] if verdict.reasons else Reason("")
+    decision = _decide(slurm_facts, folder, job_end, evidence, saved)
+    first = decision.reasons[0] if decision.reasons else Reason("")
     return Outcome(
-        restart=ending.restart,
+        restart=job_end.restart,
         # srun reports the highest, which is 143 where it had to end others.
-        exit_code=first.exit_code or verdict.exit_code,
-        why=[reason.text for reason in verdict.reasons],
+        exit_code=first.exit_code or decision.exit_code,
+        why=[reason.text for reason in decision.reasons],
         failed_rank=first.rank,
         saved=saved,
-        requeued=ending.requeued,
-        seconds=ending.seconds,
-        said=verdict.said,
+        requeued=job_end.requeued,
+        seconds=job_end.seconds,
+        said=decision.log_lines,
     )
 
 
-def _verdict(
-    facts: SlurmFacts, folder: Path, ending: JobEnd, evidence: Evidence, saved: str | None
-) -> Verdict:
+def _decide(
+    slurm_facts: SlurmFacts, folder: Path, job_end: JobEnd, evidence: Evidence, saved: str | None
+) -> Decision:
     again = _how_to_resume(folder, saved)
-    preempted = _was_only_preempted(facts, folder)
-    if ending.failure:  # its log has it already
-        said = [f"correct it, and {again}"] if saved else []
-        return Verdict(ending.code or 1, [Reason(ending.failure)], said)
+    preempted = _was_only_preempted(slurm_facts, folder)
+    if job_end.failure:  # its log has it already
+        log_lines = [f"correct it, and {again}"] if saved else []
+        return Decision(job_end.code or 1, [Reason(job_end.failure)], log_lines)
 
-    if ending.refusal:
+    if job_end.refusal:
         by_hand = _how_to_resume(folder, saved, refused=True)
-        refused = Reason(f"this job is not requeued ({ending.refusal}): {by_hand}")
-        return Verdict(ending.code or 1, [refused], [f"error: {refused.text}"])
+        refused = Reason(f"this job is not requeued ({job_end.refusal}): {by_hand}")
+        return Decision(job_end.code or 1, [refused], [f"error: {refused.text}"])
 
     stays_as_the_last = (
-        ending.refusal is None and ending.was_the_last and _has_reason_to_go_back(facts, folder, ending)
+        job_end.refusal is None
+        and job_end.was_the_last
+        and _has_reason_to_go_back(slurm_facts, folder, job_end)
     )
-    code = ending.code
+    code = job_end.code
     if stays_as_the_last:
         code = code or 1  # its training has not come to its end
 
     if stays_as_the_last and not preempted:
-        returns = f"it has come back {ending.restart} times, which is the limit here (SITE_MOST_RESTARTS)"
+        returns = f"it has come back {job_end.restart} times, which is the limit here (SITE_MOST_RESTARTS)"
         stays = Reason(f"{returns}: {again}")
-        failed = evidence.reasons() if ending.code and not ending.from_outside else []
+        failed = evidence.reasons() if job_end.code and not job_end.from_outside else []
         if failed:
-            return Verdict(code, failed, [*failure_reason.sentences(failed), stays.text])
-        return Verdict(code, [stays], failure_reason.sentences([stays]))
+            return Decision(code, failed, [*failure_reason.sentences(failed), stays.text])
+        return Decision(code, [stays], failure_reason.sentences([stays]))
 
-    if ending.from_outside and not ending.requeued:
-        hang = _hang(folder) if facts.at_time_limit else ""
+    if job_end.from_outside and not job_end.requeued:
+        hang = _hang(folder) if slurm_facts.at_time_limit else ""
         reasons = [Reason(hang)] if hang else []
-        said = failure_reason.sentences(reasons) or [
+        log_lines = failure_reason.sentences(reasons) or [
             "ended from outside: by scancel, scontrol requeue, preemption, the time limit or a failed node"
         ]
-        if ending.resumes_unsaved and ending.would_start_anew and facts.at_time_limit:
-            said.append(
+        if job_end.resumes_unsaved and job_end.would_start_anew and slurm_facts.at_time_limit:
+            log_lines.append(
                 "it does not come back: it has nothing to resume from (--when-requeued), and would reach its "
                 "time limit again"
             )
         elif saved or _has_checkpoints(folder):
-            said.append(f"if it does not come back by itself, {again}")
-        return Verdict(code, reasons, said)
+            log_lines.append(f"if it does not come back by itself, {again}")
+        return Decision(code, reasons, log_lines)
 
-    if code and preempted and not ending.requeued:
+    if code and preempted and not job_end.requeued:
         # Newer Slurm (seen: 24.11, 26.05) brings it back, whatever its exit code; 22.05 does not.
         left = "a job of higher priority took its place (preemption)"
         reason = Reason(f"{left}: if squeue shows that it does not come back, {again}")
-        return Verdict(code, [reason], failure_reason.sentences([reason]))
+        return Decision(code, [reason], failure_reason.sentences([reason]))
 
     if code == 0:
-        return Verdict(0, [], [])
+        return Decision(0, [], [])
 
-    ended_by_slurm = ending.requeued and (facts.at_time_limit or preempted)  # its ranks died of that
-    reasons = evidence.reasons() if ending.begun and not ended_by_slurm else []
-    return Verdict(
-        code, reasons, [*failure_reason.sentences(reasons), *_after_a_failure(folder, ending, saved)]
+    ended_by_slurm = job_end.requeued and (slurm_facts.at_time_limit or preempted)  # its ranks died of that
+    reasons = evidence.reasons() if job_end.begun and not ended_by_slurm else []
+    return Decision(
+        code, reasons, [*failure_reason.sentences(reasons), *_after_a_failure(folder, job_end, saved)]
     )
 
 
-def _after_a_failure(folder: Path, ending: JobEnd, saved: str | None) -> list[str]:
+def _after_a_failure(folder: Path, job_end: JobEnd, saved: str | None) -> list[str]:
     """Return how to resume from the checkpoints of a job that has failed, if there are any."""
     again = _how_to_resume(folder, saved)
-    if ending.requeued:
+    if job_end.requeued:
         return []
     if saved:
         return [f"it failed soon after its start, so it does not come back: correct it, and {again}"]
@@ -243,7 +245,7 @@ def _hang(folder: Path) -> str:
     return f"it hung until its time limit: {sentence}" if sentence else ""
 
 
-def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: JobEnd) -> bool:
+def has_nothing_left_to_do(slurm_facts: SlurmFacts, folder: Path, job_end: JobEnd) -> bool:
     """Return whether a job that ended well is to do nothing more, should Slurm start it again.
 
     Slurm does so where it was preempted and ended by itself in its grace time (from 24.05 on), or had come
@@ -252,19 +254,19 @@ def has_nothing_left_to_do(facts: SlurmFacts, folder: Path, ending: JobEnd) -> b
     """
     if not (folder / job_folder.PLAIN).exists():
         return True
-    return ending.restart > 0 and not facts.preempted
+    return job_end.restart > 0 and not slurm_facts.preempted
 
 
 def _how_to_resume(folder: Path, saved: str | None, refused: bool = False) -> str:
     """Return how to resume by hand; `refused` if Slurm does not start this job again."""
-    own = str(folder / job_folder.CHECKPOINTS)
+    own_checkpoints = str(folder / job_folder.CHECKPOINTS)
     if saved is None and _has_checkpoints(folder):
-        saved = own
+        saved = own_checkpoints
     if saved is None:
         return "submit again"
     if not (folder / job_folder.PLAIN).exists():
         return f"submit again with --checkpoint-dir {saved}"
-    if saved != own:  # a new job finds it, too
+    if saved != own_checkpoints:  # a new job finds it, too
         return f"submit again (saved: {saved})"
     if not _has_checkpoints(folder):  # it saves elsewhere
         return "submit again"
@@ -282,6 +284,6 @@ def _has_checkpoints(folder: Path) -> bool:
     return any(not path.name.startswith(".") for path in (folder / job_folder.CHECKPOINTS).glob("*"))
 
 
-def _was_only_preempted(facts: SlurmFacts, folder: Path) -> bool:
+def _was_only_preempted(slurm_facts: SlurmFacts, folder: Path) -> bool:
     """Return whether preemption is why it failed: no rank had a reason of its own."""
-    return facts.preempted and not job_folder.first_failed(folder)
+    return slurm_facts.preempted and not job_folder.first_failed(folder)
