@@ -301,8 +301,8 @@ finish() {
     fi
     stop_monitor "$code"
     answer=$(in_job_end end "${tried[@]}") # the exit code, and what to print
-    if [[ $answer == *"code    "[0-9]* ]]; then
-        answer=${answer#*code    } # container programs may print lines before it
+    if [[ $answer == *"# in_job exit code "[0-9]* ]]; then
+        answer=${answer#*"# in_job exit code "} # container programs may print lines before it
         code=${answer%%$'\n'*}
         [[ $answer != *$'\n'* ]] || echo "${answer#*$'\n'}"
     elif ((code)) || [[ $stopped && ! $requeued ]]; then

@@ -28,6 +28,8 @@ from manygpus.jobs.inside.outcome_rules import JobEnd, SlurmFacts
 from manygpus.jobs.inside.start_plan import JobStart
 from manygpus.jobs.user_program import newest, parse
 
+EXIT_CODE_FOLLOWS = "# in_job exit code "
+
 
 @dataclass
 class Input:
@@ -183,7 +185,7 @@ def _end(job_input: Input) -> str:
         job_folder.note_end_for_good(job_input.folder)
     with suppress(OSError):  # a full disk
         job_folder.keep_outcome(job_input.folder, outcome)
-    return "\n".join([f"code    {outcome.exit_code}", *outcome.said])
+    return "\n".join([f"{EXIT_CODE_FOLLOWS}{outcome.exit_code}", *outcome.said])
 
 
 if __name__ == "__main__":
