@@ -2,7 +2,8 @@
 
     manygpus submit --gpus 4 --nodes 2 --plain train.py --lr 0.1
 
-`manygpus COMMAND --help` explains one, with an example.
+`manygpus COMMAND --help` explains one, with an example. `manygpus compare` reads the records of your
+runs, and trains nothing: that is `make compare`, which runs the three stages (results/compare.py).
 """
 
 import sys
@@ -35,7 +36,11 @@ COMMANDS = {
     "monitor": Command(
         "commands.monitor", "slurm/monitor.py", "watch what a job does with GPUs, cores and memory"
     ),
-    "compare": Command("commands.plot_results", "results/plot_results.py", "compare the runs that you have"),
+    "compare": Command(
+        "commands.compare_runs",
+        "results/plot_results.py",
+        "compare the runs that you have",
+    ),
     "how-many": Command(
         "commands.how_many_gpus", "results/how_many_gpus.py", "recommend how many GPUs to ask for"
     ),

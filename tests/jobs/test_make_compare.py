@@ -10,7 +10,7 @@ from checkout import Checkout, make_project
 from conftest import ENVIRONMENT, REPOSITORY, STARTUP, one_error, ran, succeeded
 from forking import Forking
 
-from manygpus.commands import compare
+from manygpus.commands import compare_stages
 from manygpus.errors import UserError
 
 QUICK = "--train-size 512 --test-size 200 --epochs 2 --batch-size 64 --width 4 --precision fp32 --no-cuda"
@@ -98,14 +98,14 @@ def test_compare_refuses_bad_options_in_one_sentence(arguments: str, sentence: s
     ],
 )
 def test_an_epoch_of_about_three_seconds(batch: int, speed: float, gpus: int, size: int) -> None:
-    assert compare.choose_train_size(speed, batch, gpus) == size
+    assert compare_stages.choose_train_size(speed, batch, gpus) == size
 
 
 def test_numbers_of_gpus_and_the_batch_that_they_can_share() -> None:
     counts = {1: (1,), 2: (1, 2), 3: (1, 2, 3), 4: (1, 2, 4), 6: (1, 2, 4, 6), 8: (1, 2, 4, 8)}
-    assert {gpus: compare.device_counts(gpus) for gpus in counts} == counts
-    assert compare.share_batch_size(8, None, None) == 4096
-    assert compare.share_batch_size(6, None, None) == 4104
-    assert compare.share_batch_size(2, 99, None) == 100
+    assert {gpus: compare_stages.device_counts(gpus) for gpus in counts} == counts
+    assert compare_stages.share_batch_size(8, None, None) == 4096
+    assert compare_stages.share_batch_size(6, None, None) == 4104
+    assert compare_stages.share_batch_size(2, 99, None) == 100
     with pytest.raises(UserError, match="--train-size 8191 is not one step with batch 4096 on each of 2"):
-        compare.share_batch_size(2, None, 8191)
+        compare_stages.share_batch_size(2, None, 8191)

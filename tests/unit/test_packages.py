@@ -143,7 +143,7 @@ def test_a_subpackage_that_reads_csvs_needs_no_training_and_no_jobs(subpackage: 
 def test_the_login_node_stays_light() -> None:
     """Nothing heavy on the way to a submission, down to the modules that those modules import."""
     program = (
-        "import sys; from manygpus.commands import compare, monitor, sweep\n"
+        "import sys; from manygpus.commands import compare_stages, monitor, sweep\n"
         "from manygpus.jobs.submit import submission; print('submitit' in sys.modules)\n"
         "submission.submitter(submission.STAGES['ddp'])\n"
         f"print(sorted({HEAVY!r} & sys.modules.keys()))"

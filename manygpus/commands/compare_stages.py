@@ -4,6 +4,8 @@ after the other on this machine.
 On GPUs the length of an epoch is measured first, unless given. Without GPUs, CPU cores stand in as workers,
 one thread each. All other options go to every stage:
 make compare ARGS="--epochs 10 --batch-size 512"
+
+To compare runs that you have: `manygpus compare`, which is results/plot_results.py.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """Compare runs: a table on the terminal, comparison.md, comparison.html, comparison.csv and the figures.
 
+It reads what your runs have recorded, and trains nothing: `make compare` runs the three stages first.
+
 Try: python results/plot_results.py results/runs
 """
 
