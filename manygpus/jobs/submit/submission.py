@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from manygpus import job_folder
 from manygpus.config import options
-from manygpus.config.command_line import Parser, at_least, given, time_limit
+from manygpus.config.command_line import PROGRAM, Parser, at_least, given, time_limit
 from manygpus.config.known_datasets import DATASETS
 from manygpus.data import staging
 from manygpus.errors import UserError, print_line
@@ -395,10 +395,13 @@ def choose_stage(stage: Stage, own_options: argparse.Namespace) -> Stage:
 
 
 def _parser(stage: Stage, description: str) -> Parser:
-    parser = Parser(
-        description=description,
-        epilog=f"All other options are passed to the training unchanged; `python {stage.script.name} --help` "
-        "lists them.\nSo is everything after --, as in: python submit.py -- --dry-run",
+    parser = Parser()
+    is_subcommand = parser.prog.startswith(f"{PROGRAM} ")
+    called_as = parser.prog if is_subcommand else "python submit.py"
+    parser.description = description.replace("python submit.py", called_as)
+    parser.epilog = (
+        f"All other options are passed to the training unchanged; `python {stage.script.name} --help` lists "
+        f"them.\nSo is everything after --, as in: {called_as} -- --dry-run"
     )
     parser.add_argument(
         "--script",
