@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manygpus.monitor.findings import FINDINGS
 from manygpus.monitor.findings.finding import Finding, Grade
-from manygpus.monitor.findings.ranks_never_met import RanksNeverMet
+from manygpus.monitor.findings.never_met import NeverMet
 from manygpus.monitor.resource_use import CORES, ResourceUse, measure_resource_use
 from manygpus.monitor.sample_tables import RankId
 from manygpus.monitor.sampled_job import IDLE_PROCESS_CORES, LEAST_SAMPLES, SampledJob
@@ -136,7 +136,7 @@ def _find(job: SampledJob) -> list[Finding]:
 
 def _order(finding: Finding) -> tuple[bool, bool, float]:
     """Return the order of a finding: ranks that never met first, as they waste all but one of them."""
-    return finding.kind != RanksNeverMet.kind, finding.grade is Grade.FASTER, -finding.lost_share
+    return finding.kind != NeverMet.kind, finding.grade is Grade.FASTER, -finding.lost_share
 
 
 def _not_judged(job: SampledJob) -> NothingSeen | TooShort | StartedByScripts | None:

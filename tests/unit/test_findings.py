@@ -10,27 +10,29 @@ import pytest
 from manygpus.monitor import findings
 from manygpus.monitor.findings import FINDINGS
 from manygpus.monitor.findings.finding import Finding, Grade
-from manygpus.monitor.findings.full_memory import FullGpuMemory, FullHostMemory
 from manygpus.monitor.findings.gpu_power import PowerReading
-from manygpus.monitor.findings.idle_cpus import IdleCpus
-from manygpus.monitor.findings.idle_gpus import IdleGpus
-from manygpus.monitor.findings.launch_bound_gpus import LaunchBoundGpus
+from manygpus.monitor.findings.host_memory import HostMemory
+from manygpus.monitor.findings.idle_cpu import IdleCpu
+from manygpus.monitor.findings.idle_gpu import IdleGpu
+from manygpus.monitor.findings.launch_bound import LaunchBound
+from manygpus.monitor.findings.memory_full import MemoryFull
+from manygpus.monitor.findings.network_bound import NetworkBound
+from manygpus.monitor.findings.never_met import NeverMet
+from manygpus.monitor.findings.no_rank import NoRank
 from manygpus.monitor.findings.paused_ranks import PauseCause, PausedRanks
-from manygpus.monitor.findings.ranks_never_met import RanksNeverMet
 from manygpus.monitor.findings.shared_cores import SharedCores
-from manygpus.monitor.findings.slow_communication import SlowCommunication
 from manygpus.monitor.findings.slow_rank import SlowRank
-from manygpus.monitor.findings.throttled_gpus import ThrottledGpus, ThrottlingCause
-from manygpus.monitor.findings.unused_gpus import UnusedGpus
-from manygpus.monitor.findings.waiting_for_batches import WaitingForBatches
+from manygpus.monitor.findings.throttled import Throttled, ThrottlingCause
+from manygpus.monitor.findings.waiting_for_loader import WaitingForLoader
 from manygpus.monitor.sample_tables import GpuId, RankId
+from manygpus.monitor.samples import STALLED_RANK
 
 # What all findings on the first rank, GPU or node have.
 RANK = {"locations": [RankId("n1", 0)], "lost_share": 0.5}
 GPU = {"locations": [GpuId("n1", 0)], "lost_share": 0.5}
 NODE = {"locations": ["n1"], "lost_share": 0.5}
 POWER = PowerReading(power_w=143, limit_w=700, utilisation_percent=24)
-WAITING = WaitingForBatches(
+WAITING = WaitingForLoader(
     **RANK,
     waiting_share=0.93,
     loader_workers=2,
@@ -41,7 +43,7 @@ WAITING = WaitingForBatches(
 CORES_SHARED = SharedCores(
     **RANK, waiting_share=0.4, ranks=2, loader_workers=0, cores=1, used_by_others=False, exclusive_helps=True
 )
-HOT = ThrottledGpus(
+HOT = Throttled(
     **GPU,
     cause=ThrottlingCause.HEAT,
     time_share=0.8,
@@ -50,7 +52,7 @@ HOT = ThrottledGpus(
     temperature_c=91,
     power_limit_w=150,
 )
-GAPS = LaunchBoundGpus(
+GAPS = LaunchBound(
     **GPU,
     load=0.08,
     gap_share=0.32,
@@ -63,9 +65,9 @@ GAPS = LaunchBoundGpus(
 )
 # A finding, and words of its sentence: what was seen, and the remedy.
 SENTENCES: list[tuple[Finding, tuple[str, ...]]] = [
-    (RanksNeverMet(**RANK, ranks=2), ("2 ranks never met", "init_process_group")),
-    (UnusedGpus(**GPU, gpus=1, used_gpus=2), ("no rank uses GPU 0 on n1", "ask for 2 GPUs")),
-    (UnusedGpus(**GPU, gpus=1, used_gpus=0), ("no rank uses GPU 0 on n1", "ask for no GPU")),
+    (NeverMet(**RANK, ranks=2), ("2 ranks never met", "init_process_group")),
+    (NoRank(**GPU, gpus=1, used_gpus=2), ("no rank uses GPU 0 on n1", "ask for 2 GPUs")),
+    (NoRank(**GPU, gpus=1, used_gpus=0), ("no rank uses GPU 0 on n1", "ask for no GPU")),
     (
         PausedRanks(**RANK, seconds=45, cause=PauseCause.STOPPED),
         ("SIGSTOP", "rank 0 on n1", "45 s", "kill -CONT"),
@@ -95,11 +97,11 @@ SENTENCES: list[tuple[Finding, tuple[str, ...]]] = [
         ("(no loader workers)", "--loader workers --num-workers 4", "less work for each batch"),
     ),
     (
-        SlowCommunication(**NODE, communication_share=0.62, network_mb_s=math.nan),
+        NetworkBound(**NODE, communication_share=0.62, network_mb_s=math.nan),
         ("averaging the gradients takes 62 %", "micro-batches (03_multigpu_ddp/beyond)."),
     ),
     (
-        SlowCommunication(**NODE, communication_share=0.62, network_mb_s=231),
+        NetworkBound(**NODE, communication_share=0.62, network_mb_s=231),
         ("averaging the gradients takes 62 %", "231 MB/s", "slurm/doctor.py --job"),
     ),
     (
@@ -112,15 +114,15 @@ SENTENCES: list[tuple[Finding, tuple[str, ...]]] = [
         replace(CORES_SHARED, used_by_others=True, exclusive_helps=False),
         ("other programs also use its 1 core", "end them"),
     ),
-    (IdleCpus(**RANK, computing_share=0.08), ("rank 0 on n1", "8 %", "--debug")),
+    (IdleCpu(**RANK, computing_share=0.08), ("rank 0 on n1", "8 %", "--debug")),
     (HOT, ("heat (91 C)", "GPU 0 on n1 for 80 % of the time, to 840 of 1,400 MHz", "your admin")),
     (replace(HOT, temperature_c=math.nan, clock_mhz=math.nan), ("heat slows", "80 % of the time:")),
     (replace(HOT, cause=ThrottlingCause.POWER), ("power cap (150 W)", "80 %", "your admin")),
     (replace(HOT, cause=ThrottlingCause.OTHER), ("application clocks", "80 %", "nvidia-smi -q -d CLOCK")),
-    (FullGpuMemory(**GPU, used_share=0.98), ("98 %", "memory of GPU 0 on n1", "smaller batch per GPU")),
-    (FullHostMemory(**NODE, used_share=0.93), ("93 %", "job's memory on n1", "--mem")),
+    (MemoryFull(**GPU, used_share=0.98), ("98 %", "memory of GPU 0 on n1", "smaller batch per GPU")),
+    (HostMemory(**NODE, used_share=0.93), ("93 %", "job's memory on n1", "--mem")),
     (
-        IdleGpus(**GPU, gpus=1, others_work=True, power=PowerReading(63, 400, 0)),
+        IdleGpu(**GPU, gpus=1, others_work=True, power=PowerReading(63, 400, 0)),
         ("no work reaches GPU 0 on n1", "other GPUs work", "(63 of 400 W, utilisation 0 %)", "log"),
     ),
     (
@@ -154,6 +156,13 @@ def test_each_finding_has_its_sentence(finding: Finding, words: tuple[str, ...])
     sentence = finding.sentence(is_plain=False)
     assert [each for each in words if each not in sentence] == [], sentence
     assert sentence.endswith(".")
+
+
+def test_a_file_is_called_as_the_kind_of_its_finding() -> None:
+    kinds = {finding.__module__.rpartition(".")[2]: finding.kind for finding in FINDINGS}
+    assert kinds == {name: name for name in kinds} | dict.fromkeys(
+        ("paused_ranks", "slow_rank"), STALLED_RANK
+    )
 
 
 def test_every_kind_of_finding_has_a_sentence() -> None:

@@ -7,14 +7,14 @@ import pytest
 
 from manygpus.monitor import wording
 from manygpus.monitor.findings.finding import Grade
-from manygpus.monitor.findings.full_memory import FullGpuMemory
-from manygpus.monitor.findings.unused_gpus import UnusedGpus
+from manygpus.monitor.findings.memory_full import MemoryFull
+from manygpus.monitor.findings.no_rank import NoRank
 from manygpus.monitor.resource_use import CORES, MEMORY, ResourceUse
 from manygpus.monitor.sample_tables import GpuId, RankId
 from manygpus.monitor.verdict import Devices, LastRanks, NothingSeen, StartedByScripts, TooShort, Verdict
 
-FULL_MEMORY = FullGpuMemory(locations=[GpuId("n1", 0)], lost_share=0.0, grade=Grade.DANGER, used_share=0.98)
-UNUSED = UnusedGpus(locations=[GpuId("n1", 1)], lost_share=0.5, gpus=1, used_gpus=1)
+FULL_MEMORY = MemoryFull(locations=[GpuId("n1", 0)], lost_share=0.0, grade=Grade.DANGER, used_share=0.98)
+UNUSED = NoRank(locations=[GpuId("n1", 1)], lost_share=0.5, gpus=1, used_gpus=1)
 VERDICT = Verdict(
     findings=[],
     not_judged=None,

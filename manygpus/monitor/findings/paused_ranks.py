@@ -6,7 +6,7 @@ from enum import Enum
 from manygpus.monitor import samples
 from manygpus.monitor.findings.finding import LEAST_LOST_SHARE, Finding
 from manygpus.monitor.findings.gpu_power import IDLE_UTILISATION_PERCENT
-from manygpus.monitor.findings.waiting_for_batches import batch_wait_shares
+from manygpus.monitor.findings.waiting_for_loader import batch_wait_shares
 from manygpus.monitor.findings.words import debugger, name_locations
 from manygpus.monitor.sampled_job import IDLE_PROCESS_CORES, SampledJob
 

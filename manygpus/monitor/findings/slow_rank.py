@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from manygpus.monitor import samples
 from manygpus.monitor.findings.finding import LEAST_LOST_SHARE, Finding
 from manygpus.monitor.findings.shared_cores import CORE_WAIT_SHARE
-from manygpus.monitor.findings.throttled_gpus import HOT_TIME_SHARE
-from manygpus.monitor.findings.waiting_for_batches import least_wait_share
+from manygpus.monitor.findings.throttled import HOT_TIME_SHARE
+from manygpus.monitor.findings.waiting_for_loader import least_wait_share
 from manygpus.monitor.findings.words import name_locations, percent
 from manygpus.monitor.sampled_job import SampledJob
 from manygpus.record import records

@@ -8,14 +8,14 @@ from manygpus.monitor.sampled_job import SampledJob
 
 
 @dataclass(frozen=True, kw_only=True)
-class RanksNeverMet(Finding):
+class NeverMet(Finding):
     """Several ranks, each of which trained by itself."""
 
     kind = samples.NEVER_MET
     ranks: int
 
     @classmethod
-    def find(cls, job: SampledJob) -> "RanksNeverMet | None":
+    def find(cls, job: SampledJob) -> "NeverMet | None":
         """Find ranks that each trained by itself.
 
         Those of one record have met: it needs their process group.

@@ -21,7 +21,7 @@ BUSY_LOADER_CORES = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class WaitingForBatches(Finding):
+class WaitingForLoader(Finding):
     """Ranks that wait for their loader workers, or prepare batches themselves.
 
     Attributes:
@@ -42,7 +42,7 @@ class WaitingForBatches(Finding):
     is_resident: bool
 
     @classmethod
-    def find(cls, job: SampledJob) -> "WaitingForBatches | None":
+    def find(cls, job: SampledJob) -> "WaitingForLoader | None":
         """Find ranks that wait for their next batch."""
         waiting_shares = batch_wait_shares(job)
         if not waiting_shares:

@@ -18,7 +18,7 @@ from manygpus.monitor.sampled_job import SampledJob
 
 
 @dataclass(frozen=True, kw_only=True)
-class IdleGpus(Finding):
+class IdleGpu(Finding):
     """GPUs that no work reaches."""
 
     kind = "idle_gpu"
@@ -27,7 +27,7 @@ class IdleGpus(Finding):
     power: PowerReading
 
     @classmethod
-    def find(cls, job: SampledJob) -> "IdleGpus | None":
+    def find(cls, job: SampledJob) -> "IdleGpu | None":
         """Find GPUs that have a rank, and no work."""
         loads = loads_of_used_gpus(job)
         idle = idle_gpus(job, loads)

@@ -11,7 +11,7 @@ from manygpus.monitor.findings.gpu_power import (
     power_of,
     power_words,
 )
-from manygpus.monitor.findings.idle_gpus import idle_gpus
+from manygpus.monitor.findings.idle_gpu import idle_gpus
 from manygpus.monitor.findings.words import name_locations, options_in_brackets, percent
 from manygpus.monitor.sample_tables import GpuId
 from manygpus.monitor.sampled_job import SampledJob
@@ -25,7 +25,7 @@ GAP_TIME_SHARE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchBoundGpus(Finding):
+class LaunchBound(Finding):
     """GPUs that wait for their next kernel, as the CPU launches them too slowly.
 
     Attributes:
@@ -50,7 +50,7 @@ class LaunchBoundGpus(Finding):
     power: PowerReading
 
     @classmethod
-    def find(cls, job: SampledJob) -> "LaunchBoundGpus | None":
+    def find(cls, job: SampledJob) -> "LaunchBound | None":
         """Find GPUs that wait for their next kernel.
 
         They are those at low power, or else those that could be faster.
@@ -74,7 +74,7 @@ class LaunchBoundGpus(Finding):
     @classmethod
     def _with_evidence(
         cls, job: SampledJob, gpus: list[GpuId], lost_share: float, grade: Grade
-    ) -> "LaunchBoundGpus":
+    ) -> "LaunchBound":
         """Return the finding on these GPUs, which lose this share of their own time."""
         sums = job.epochs[["train_seconds", "steps"]].sum()
         stages = job.epochs.stage.astype(str)

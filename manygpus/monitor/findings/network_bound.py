@@ -15,7 +15,7 @@ LONG_EPOCH_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlowCommunication(Finding):
+class NetworkBound(Finding):
     """Averaging the gradients, as a share of the training time, and what each of several nodes moves."""
 
     kind = "network_bound"
@@ -24,7 +24,7 @@ class SlowCommunication(Finding):
     network_mb_s: float
 
     @classmethod
-    def find(cls, job: SampledJob) -> "SlowCommunication | None":
+    def find(cls, job: SampledJob) -> "NetworkBound | None":
         """Find that the ranks wait for communication, by the times that each has measured itself."""
         communication_share = 1 - job.own_shares.max()
         if (

@@ -8,7 +8,7 @@ from manygpus.monitor.sampled_job import SampledJob
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnusedGpus(Finding):
+class NoRank(Finding):
     """GPUs without a rank, and the number of those with one."""
 
     kind = "no_rank"
@@ -16,7 +16,7 @@ class UnusedGpus(Finding):
     used_gpus: int
 
     @classmethod
-    def find(cls, job: SampledJob) -> "UnusedGpus | None":
+    def find(cls, job: SampledJob) -> "NoRank | None":
         """Find GPUs that no rank uses."""
         gpus = job.judged.gpus
         unused = [gpu for gpu in gpus if job.is_unused(gpu)]

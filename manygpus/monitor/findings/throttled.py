@@ -26,7 +26,7 @@ class ThrottlingCause(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThrottledGpus(Finding):
+class Throttled(Finding):
     """GPUs whose clock is low: the share of the time of the worst, and its means in that time."""
 
     kind = "throttled"
@@ -39,7 +39,7 @@ class ThrottledGpus(Finding):
     power_limit_w: float
 
     @classmethod
-    def find(cls, job: SampledJob) -> "ThrottledGpus | None":
+    def find(cls, job: SampledJob) -> "Throttled | None":
         """Find GPUs with a low clock.
 
         Heat is always reported; for other reasons the clock has to be very low.
@@ -57,7 +57,7 @@ class ThrottledGpus(Finding):
     @classmethod
     def _with_means(
         cls, cause: ThrottlingCause, gpus: list[GpuId], time_share: float, rows: pd.DataFrame
-    ) -> "ThrottledGpus":
+    ) -> "Throttled":
         """Return the finding on these GPUs, of which the worst had a low clock in these samples."""
         means = rows.mean(numeric_only=True)
         lost_share = 0.0

@@ -6,7 +6,7 @@ import traces
 from sampled_jobs import MakeJob, finding_of, kinds_of
 from traces import Gpu, Throttling
 
-from manygpus.monitor.findings.throttled_gpus import ThrottlingCause
+from manygpus.monitor.findings.throttled import ThrottlingCause
 
 
 def test_why_a_clock_is_low(make_job: MakeJob) -> None:

@@ -11,14 +11,14 @@ IDLE_CPU_TIME_SHARE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True)
-class IdleCpus(Finding):
+class IdleCpu(Finding):
     """Ranks on a CPU that hardly compute: at most for this share of the time."""
 
     kind = "idle_cpu"
     computing_share: float
 
     @classmethod
-    def find(cls, job: SampledJob) -> "IdleCpus | None":
+    def find(cls, job: SampledJob) -> "IdleCpu | None":
         """Find ranks on a CPU that hardly compute, if nothing that is known explains it."""
         if job.judged.gpus:
             return None
