@@ -35,7 +35,7 @@ _NAMES_OF = {
     "training.precision": ("resolve_precision",),
     "training.recorder": ("Recorder",),
     "training.run": ("Run",),
-    "training.tuning": ("tune_process",),
+    "training.process_tuning": ("tune_process",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 __all__ = list(_MODULE_OF)

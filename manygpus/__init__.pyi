@@ -33,6 +33,6 @@ from manygpus.training.early_stopping import EarlyStopping as EarlyStopping
 from manygpus.training.evaluation import Metric as Metric
 from manygpus.training.evaluation import evaluate as evaluate
 from manygpus.training.precision import resolve_precision as resolve_precision
+from manygpus.training.process_tuning import tune_process as tune_process
 from manygpus.training.recorder import Recorder as Recorder
 from manygpus.training.run import Run as Run
-from manygpus.training.tuning import tune_process as tune_process

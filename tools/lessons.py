@@ -37,7 +37,7 @@ from PIL import Image
 
 from manygpus.monitor import wording
 from manygpus.monitor.verdict import judge
-from manygpus.reports import comparison, comparison_text
+from manygpus.reports import comparison, comparison_report
 from manygpus.workshop.exercises import Workbook
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -160,7 +160,7 @@ def _table(folder: Path, name: str, columns: str = "") -> str:
 
 def _comparison(folder: Path, name: str, columns: str = "") -> str:
     """All columns of the comparison of runs, as results/plot_results.py makes it, or those named."""
-    shown, _ = comparison_text.as_text(_compared(folder / name))
+    shown, _ = comparison_report.as_text(_compared(folder / name))
     return _markdown([[*shown], ["---"] * len(shown.columns), *shown.to_numpy().tolist()], columns)
 
 

@@ -43,10 +43,10 @@ from manygpus.checkpoint.stop_signal import Agreement, StopSignal
 from manygpus.distributed import process_group
 from manygpus.errors import PeerError, UserError, first_line, print_line
 from manygpus.files import check_writable, explained, locked
-from manygpus.network import identity
+from manygpus.network import training_identity
 from manygpus.network.model import class_name, unwrapped
 from manygpus.network.optim import diverged
-from manygpus.network.weights import IF_SHARDED, check_equal, check_whole, gather_on_rank_0
+from manygpus.network.rank_weights import IF_SHARDED, check_equal, check_whole, gather_on_rank_0
 
 if TYPE_CHECKING:
     from manygpus.checkpoint.sharded import Sharded  # takes long to import, and few scripts need it
@@ -541,11 +541,11 @@ class Checkpointer:
             if isinstance(part, nn.Module):
                 described[f"the {name}"] = class_name(part)
             elif isinstance(part, torch.optim.Optimizer):
-                described[f"the {name}"] = identity.of_optimizer(part)
+                described[f"the {name}"] = training_identity.of_optimizer(part)
             elif isinstance(part, LRScheduler):
                 described[f"the {name}"] = type(part).__name__
         for name, part in self._sharded.items():
-            optimizer = identity.of_optimizer(part.optimizer, sharded=True)
+            optimizer = training_identity.of_optimizer(part.optimizer, sharded=True)
             described[f"the {name}"] = f"{class_name(part.model)} and {optimizer}"
         return described
 

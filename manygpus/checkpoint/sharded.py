@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from manygpus.distributed import process_group
 from manygpus.errors import UserError, first_line
 from manygpus.network.optim import KERNELS
-from manygpus.network.weights import is_sharded, is_zero_optimizer
+from manygpus.network.rank_weights import is_sharded, is_zero_optimizer
 
 NEEDED = "2.9"
 

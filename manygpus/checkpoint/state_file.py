@@ -21,7 +21,7 @@ import torch
 from manygpus.errors import UserError, first_line, lost_peers, reason
 from manygpus.files import replacing
 from manygpus.network.optim import KERNELS
-from manygpus.network.weights import IF_SHARDED, inner_optimizer, is_sharded, is_zero_optimizer
+from manygpus.network.rank_weights import IF_SHARDED, inner_optimizer, is_sharded, is_zero_optimizer
 
 PLAIN = (type(None), bool, int, float, str, bytes)
 DICTIONARIES = (dict, OrderedDict, Counter)  # those that torch.load makes again

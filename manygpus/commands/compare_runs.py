@@ -9,7 +9,7 @@ from manygpus.config.command_line import Parser, above_0, given_path
 from manygpus.errors import REPOSITORY, entrypoint, print_line
 from manygpus.reports.advice.answer import page_of_answer
 from manygpus.reports.advice.choice import Constraints
-from manygpus.reports.comparison_text import report, report_each
+from manygpus.reports.comparison_report import report, report_each
 
 RESULTS = REPOSITORY / "results"
 

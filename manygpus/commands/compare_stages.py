@@ -191,7 +191,7 @@ def _report(csvs: list[Path], out: Path) -> int:
     # They load pandas, which is needed here only: login nodes are slow.
     from manygpus.reports.advice.answer import page_of_answer
     from manygpus.reports.advice.choice import Constraints
-    from manygpus.reports.comparison_text import report
+    from manygpus.reports.comparison_report import report
 
     print_line(report(csvs, out, answer=page_of_answer(csvs, Constraints())))
     return 0

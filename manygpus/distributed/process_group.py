@@ -17,9 +17,9 @@ import torch.distributed.nn.functional  # imported within a group, it would keep
 
 from manygpus import launchers
 from manygpus.devices import accelerator_of, card, choose_device, gpus
-from manygpus.distributed import debugging, meeting
+from manygpus.distributed import debugging, meeting_problems
 from manygpus.distributed.host_names import Problem
-from manygpus.distributed.meeting import DIFFERENT_PORT, DOCTOR
+from manygpus.distributed.meeting_problems import DIFFERENT_PORT, DOCTOR
 from manygpus.errors import PeerError, UserError, explain, fail, first_line
 from manygpus.launchers import DistEnv
 
@@ -150,7 +150,9 @@ def _meet(dist_env: DistEnv, timeout: timedelta) -> None:
                 **accelerator.group_settings(dist_env.device),
             )
         except (RuntimeError, ValueError) as error:
-            cause = meeting.not_connected(gloo=accelerator.backend == "gloo", nodes=dist_env.num_nodes)
+            cause = meeting_problems.not_connected(
+                gloo=accelerator.backend == "gloo", nodes=dist_env.num_nodes
+            )
             if cause:
                 raise UserError(f"{unable}: {cause.what}: {cause.fix}.") from None
             raise UserError(f"{unable} ({first_line(error)}): {what_to_do}") from None
@@ -175,7 +177,7 @@ def _reach_store(dist_env: DistEnv, timeout: timedelta) -> dist.Store:
         except RuntimeError as error:
             master = os.environ["MASTER_ADDR"]
             port = int(os.environ["MASTER_PORT"])
-            cause = meeting.no_store(master, port, opens_it=dist_env.rank == 0, error=error)
+            cause = meeting_problems.no_store(master, port, opens_it=dist_env.rank == 0, error=error)
             raise _could_not_meet(dist_env, cause) from None
     return store
 
@@ -199,7 +201,7 @@ def _await_all(store: dist.Store, dist_env: DistEnv, own_card: str, timeout: tim
             missing = [rank for rank, key in keys.items() if rank != dist_env.rank and not store.check([key])]
         except RuntimeError:  # the store is gone, with rank 0
             raise PeerError("rank 0 has left before all ranks had come: see its error.") from None
-        raise _could_not_meet(dist_env, meeting.missing(missing)) from None
+        raise _could_not_meet(dist_env, meeting_problems.missing(missing)) from None
 
 
 def _refuse_foreign(store: dist.Store, dist_env: DistEnv, timeout: timedelta) -> None:
@@ -209,13 +211,13 @@ def _refuse_foreign(store: dist.Store, dist_env: DistEnv, timeout: timedelta) ->
         store.wait(["training"], timeout)
     except RuntimeError:
         if launchers.launcher_of().opens_store:
-            cause = meeting.missing([0])
+            cause = meeting_problems.missing([0])
         else:
-            cause = meeting.foreign(own=own, other="one that does not use manygpus")
+            cause = meeting_problems.foreign(own=own, other="one that does not use manygpus")
         raise _could_not_meet(dist_env, cause) from None
     other = store.get("training").decode()
     if other != own:
-        raise _could_not_meet(dist_env, meeting.foreign(own=own, other=other))
+        raise _could_not_meet(dist_env, meeting_problems.foreign(own=own, other=other))
 
 
 def _roll_key(rank: int) -> str:

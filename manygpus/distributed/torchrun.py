@@ -23,7 +23,7 @@ from typing import NoReturn
 import psutil
 
 from manygpus import launchers
-from manygpus.distributed import host_names, meeting
+from manygpus.distributed import host_names, meeting_problems
 from manygpus.errors import print_line
 from manygpus.signals import STOP_SIGNALS, hears
 
@@ -90,7 +90,7 @@ def _why_not_met(error: BaseException) -> str:
         return f"the torchruns could not meet ({error}; {where}): have the names mended."
     master, port = endpoint.groups()
     opens_it = "--rdzv-conf=is_host=1" in sys.argv
-    cause = meeting.no_store(master, int(port), opens_it=opens_it, error=error)
+    cause = meeting_problems.no_store(master, int(port), opens_it=opens_it, error=error)
     return f"the torchruns could not meet at {master}:{port}: {cause.what}: {cause.fix}."
 
 

@@ -193,8 +193,8 @@ COLUMNS: dict[str, Column] = {
         determined_by=("width",),
     ),
     "settings": Column(str, Role.TRAINING, words="settings", label="{}", default=""),
-    # What identifies a training (network/identity.py), in words of `name=value`. It is "" if that is not
-    # known, or as the recipe says.
+    # What identifies a training (network/training_identity.py), in words of `name=value`. It is "" if that
+    # is not known, or as the recipe says.
     "optimizer": Column(str, Role.TRAINING, words="optimizer", label="{}", default=""),
     "network": Column(
         str, Role.TRAINING, words="network", label="{}", default="", determined_by=("parameters",)

@@ -1,6 +1,6 @@
 """A page as one file of HTML, to send to others: its figures are inside, and it loads nothing.
 
-html_page.write(out / "comparison.html", [Page("Comparison", [verdict, shown], ["speedup.png"])])
+html_page.write(out / "comparison.html", [Page("Comparison", [conclusion, shown], ["speedup.png"])])
 """
 
 import base64

@@ -1,6 +1,6 @@
 """Tables and sentences as text: for a terminal, for a page of Markdown, for a spreadsheet.
 
-page.write(out / "comparison.md", Page("Comparison", [verdict, shown]))
+page.write(out / "comparison.md", Page("Comparison", [conclusion, shown]))
 """
 
 import textwrap

@@ -1,7 +1,7 @@
 """In what trainings differ that are no repeats of each other: the words of their records, and their rates.
 
-The columns of `IN_WORDS` hold words, `name=value` or a name alone (network/identity.py); the arguments of a
-script do so once `arguments_in_words` has read its command line.
+The columns of `IN_WORDS` hold words, `name=value` or a name alone (network/training_identity.py); the
+arguments of a script do so once `arguments_in_words` has read its command line.
 """
 
 import math

@@ -10,7 +10,7 @@ from manygpus.devices import accelerator_of
 from manygpus.distributed import process_group
 from manygpus.errors import UserError
 from manygpus.network.model import unwrapped
-from manygpus.network.weights import is_in_earlier_fsdp, is_sharded
+from manygpus.network.rank_weights import is_in_earlier_fsdp, is_sharded
 
 PARTS = 16  # of each tensor of weights, whose sums are compared
 # As a share of what an epoch has changed. Ranks on different kinds of GPUs differ by rounding only.

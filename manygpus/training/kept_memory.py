@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from manygpus.network.weights import is_sharded
+from manygpus.network.rank_weights import is_sharded
 
 
 class KeptBytes(NamedTuple):

@@ -12,9 +12,9 @@ from manygpus.config import options
 from manygpus.devices import reset_peak_memory
 from manygpus.distributed import process_group
 from manygpus.errors import UserError, first_line
-from manygpus.network import identity
+from manygpus.network import training_identity
 from manygpus.network.model import trained_weights
-from manygpus.network.weights import inner_optimizer
+from manygpus.network.rank_weights import inner_optimizer
 from manygpus.record.columns import OWN_LOOP
 from manygpus.record.loggers import Logger
 from manygpus.record.records import ALL_EPOCHS, IMAGES, ITS_LOOP, SAME, RecordWriter, Row
@@ -88,7 +88,7 @@ class Recorder:
         self._batch_size = batch_size
         dist_env = process_group.read_distributed(self._device)
         results = Path(results_dir or os.environ.get("MANYGPUS_RESULTS_DIR") or options.DEFAULT_RESULTS)
-        lr = identity.base_lr(self._optimizer)
+        lr = training_identity.base_lr(self._optimizer)
         columns = run_facts.of_start(dist_env, model, dataset, precision) | {
             "stage": name,
             "devices": dist_env.world_size,
@@ -100,10 +100,10 @@ class Recorder:
             "gamma": math.nan,
             "parameters": trained_weights(model),
             "settings": options.in_words(settings or {}),
-            "optimizer": identity.of_optimizer(self._optimizer),
-            "schedule": identity.of_lr_scheduler(lr_scheduler),
-            "network": identity.of_network({"model": model}),
-            "arguments": identity.of_arguments(),
+            "optimizer": training_identity.of_optimizer(self._optimizer),
+            "schedule": training_identity.of_lr_scheduler(lr_scheduler),
+            "network": training_identity.of_network({"model": model}),
+            "arguments": training_identity.of_arguments(),
         }
         self._epochs = epochs
         self._unit = unit

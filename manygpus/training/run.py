@@ -28,9 +28,9 @@ from manygpus.distributed import process_group
 from manygpus.errors import Stopped, UserError, print_line
 from manygpus.files import check_writable
 from manygpus.launchers import DistEnv
-from manygpus.network import identity, optim
+from manygpus.network import optim, training_identity
 from manygpus.network.model import trained_weights, unwrapped
-from manygpus.network.weights import check_equal, check_whole
+from manygpus.network.rank_weights import check_equal, check_whole
 from manygpus.record.columns import OWN_OPTIMIZER
 from manygpus.record.loggers import Logger
 from manygpus.record.records import ALL_EPOCHS, IMAGES, ITS_LOOP, RecordWriter, Row
@@ -187,7 +187,7 @@ class Run:
             "accumulate": self.gradient_accumulation_steps,
             "settings": options.settings(),
             "parameters": self.sharded.parameters() if self.sharded else parameters,
-            "network": identity.of_network(networks, sharded=self.sharded is not None),
+            "network": training_identity.of_network(networks, sharded=self.sharded is not None),
             "arguments": options.other_arguments(),
         }
         if not self._is_all_by_recipe():
@@ -199,11 +199,11 @@ class Run:
         lr_schedulers = [part for part in self._parts().values() if isinstance(part, LRScheduler)]
         columns = {
             "gamma": math.nan,
-            "optimizer": " + ".join(map(identity.of_optimizer, self._optimizers())),
-            "schedule": " + ".join(map(identity.of_lr_scheduler, lr_schedulers)),
+            "optimizer": " + ".join(map(training_identity.of_optimizer, self._optimizers())),
+            "schedule": " + ".join(map(training_identity.of_lr_scheduler, lr_schedulers)),
         }
         if not optim.is_by_recipe(self.optimizer):
-            columns["lr"] = identity.base_lr(self.optimizer)
+            columns["lr"] = training_identity.base_lr(self.optimizer)
             if not self.options.declares("recipe"):
                 columns["recipe"] = OWN_OPTIMIZER
         return columns

@@ -14,7 +14,7 @@ from manygpus import launchers
 from manygpus.devices import accelerator_of, device_name, devices_in_use, peak_memory_mb
 from manygpus.distributed import process_group
 from manygpus.launchers import DistEnv
-from manygpus.network import identity
+from manygpus.network import training_identity
 from manygpus.network.model import class_name
 from manygpus.record.records import Row
 from manygpus.training.precision import precision_of
@@ -31,7 +31,7 @@ def of_start(dist_env: DistEnv, model: nn.Module, dataset: str, precision: str) 
         "world_size": dist_env.world_size,
         "nodes": dist_env.num_nodes,
         "launcher": dist_env.launcher,
-        "script": identity.of_script(),
+        "script": training_identity.of_script(),
         "job_id": launchers.job_id(),
         "node_list": launchers.node_list(),
         "torch_version": str(torch.__version__),

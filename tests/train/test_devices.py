@@ -19,7 +19,7 @@ from manygpus import devices as device
 from manygpus.distributed import process_group
 from manygpus.errors import UserError
 from manygpus.launchers import DistEnv
-from manygpus.training import tuning
+from manygpus.training import process_tuning
 
 ONE_STEP = ("--dry-run", "--batch-size", 64, "--precision", "fp32")
 OLD_DRIVER = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)."
@@ -187,14 +187,14 @@ def test_each_gpu_of_a_process_is_tried_and_draws_its_own_numbers(
 
 def test_cores_are_shared_with_the_ranks_of_this_host_only() -> None:
     before, own_cores = torch.get_num_threads(), os.sched_getaffinity(0)
-    elsewhere = tuning.Cores("another boot", own_cores)
+    elsewhere = process_tuning.Cores("another boot", own_cores)
     try:
         torch.set_num_threads(len(own_cores))
-        tuning.limit_threads([tuning.own_cores(), elsewhere, elsewhere])
+        process_tuning.limit_threads([process_tuning.own_cores(), elsewhere, elsewhere])
         assert torch.get_num_threads() == len(own_cores)
-        tuning.limit_threads([tuning.own_cores(), tuning.own_cores(), elsewhere])
+        process_tuning.limit_threads([process_tuning.own_cores(), process_tuning.own_cores(), elsewhere])
         assert torch.get_num_threads() == max(1, len(own_cores) // 2)
-        tuning.limit_threads([tuning.own_cores()])  # it is lowered, and never raised
+        process_tuning.limit_threads([process_tuning.own_cores()])  # it is lowered, and never raised
         assert torch.get_num_threads() == max(1, len(own_cores) // 2)
     finally:
         torch.set_num_threads(before)
@@ -208,7 +208,7 @@ def test_a_rank_takes_its_share_of_the_cores(
     bound_cores = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 4, 5, 6})
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: bound_cores.update({thread: cores}))
-    tuning.take_own_cores(local_rank, 2 if bound else 6)
+    process_tuning.take_own_cores(local_rank, 2 if bound else 6)
     assert (os.getpid() in bound_cores) == bool(bound)
     assert all(cores == bound for cores in bound_cores.values())
 

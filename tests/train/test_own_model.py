@@ -15,7 +15,7 @@ from manygpus.distributed import process_group
 from manygpus.launchers import DistEnv
 from manygpus.record import records
 from manygpus.reports import comparison
-from manygpus.reports.comparison_text import report
+from manygpus.reports.comparison_report import report
 from manygpus.training.run import Run
 
 # What the user writes in place of the stage's lines.

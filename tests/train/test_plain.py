@@ -21,7 +21,7 @@ from forking import Forking
 
 from manygpus.record import records
 from manygpus.reports import comparison
-from manygpus.reports.comparison_text import verdict
+from manygpus.reports.comparison_report import conclude
 
 PLAIN = REPOSITORY / "01_singlegpu" / "plain.py"
 PLAIN_DDP = REPOSITORY / "03_multigpu_ddp" / "plain_ddp.py"
@@ -247,7 +247,7 @@ def test_its_own_loop_is_recorded_stops_and_resumes_and_is_compared(
     assert [seconds > 1000 for seconds in of_both_starts.train_seconds] == [False, True, False]
     table = comparison.compare(comparison.summarize(rows))
     assert not skipped and list(table.devices) == [1, 2] and list(table.epochs) == ["3", "3"]
-    assert verdict(table).startswith("recorded on 2 CPU workers trained ")
+    assert conclude(table).startswith("recorded on 2 CPU workers trained ")
     assert set(zip(rows.images, rows.test_images, rows.settings, strict=True)) == {
         (1000, TESTED, "dropout=0.5")
     }

@@ -15,7 +15,7 @@ from conftest import Script, failed, places, rows_of, run_stage, succeeded
 
 from manygpus.devices import devices_in_use
 from manygpus.record import records
-from manygpus.reports.comparison_text import report
+from manygpus.reports.comparison_report import report
 from manygpus.training.compute_time import ComputeTime
 
 SMALL = ("--train-size", 240, "--test-size", 100, "--batch-size", 60, "--precision", "fp32", "--epochs", 2)

@@ -25,7 +25,7 @@ from manygpus.errors import UserError
 from manygpus.record import records
 from manygpus.record.records import RecordWriter
 from manygpus.reports import variants
-from manygpus.reports.comparison_text import report, report_each
+from manygpus.reports.comparison_report import report, report_each
 
 pytestmark = pytest.mark.filterwarnings("error")  # a user would see them among the sentences
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def unpadded(page: Path) -> str:
     return re.sub(r" +\|", " |", page.read_text())
 
 
-def verdict_of(text: str) -> str:
+def conclusion_of(text: str) -> str:
     """The last line of what a comparison prints."""
     return text.splitlines()[-1]
 
@@ -153,9 +153,9 @@ def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
             figures[Path(file.name).name.removeprefix(".").partition(".png")[0] + ".png"] = figure
 
         monkeypatch.setattr(Figure, "savefig", save)
-        verdict = report(list(paths) or [tmp_path], out, target)
+        conclusion = report(list(paths) or [tmp_path], out, target)
         assert sorted(figures) == sorted(name for name in FIGURES if (out / name).exists())
-        text = f"{capsys.readouterr().out}{verdict}\n".replace("\n    ", " ")
+        text = f"{capsys.readouterr().out}{conclusion}\n".replace("\n    ", " ")
         return Seen(text, pd.read_csv(out / "comparison.csv"), figures)
 
     return compare
@@ -185,7 +185,7 @@ def test_speed_and_efficiency_leave_the_warm_up_out(tmp_path: Path, compared: Co
     assert (row.images_per_s, row.slowest, row.fastest) == (1750, 1650, 1850)
     assert row.speedup == pytest.approx(1750 / 1100) and row.efficiency == pytest.approx(1750 / 2200)
     assert (row.baseline, row.steady_epochs, row.eval_seconds) == ("single", 3, 0.5)
-    assert numbers_in(verdict_of(text)) == ["2", "1.59", "80", "256", "2", "0.50", "25", "256"]
+    assert numbers_in(conclusion_of(text)) == ["2", "1.59", "80", "256", "2", "0.50", "25", "256"]
     assert "| ddp | 2 | 256 | 1750 | 1650..1850 | 1.59 | 80 |" in unpadded(tmp_path / "out" / "comparison.md")
 
 
@@ -230,7 +230,7 @@ def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
     assert list(weak) == pytest.approx([1, 0.9, 0.8, 0.7]) and seen.table.speedup.notna().sum() == 1
     # batch, images/s, min..max, speedup, efficiency, weak efficiency
     assert cells(seen.text, "ddp", 8)[:6] == ["1024", "5600", "5600..5600", "-", "-", "70"]
-    assert numbers_in(verdict_of(seen.text)) == ["8", "5.60", "70", "128"]
+    assert numbers_in(conclusion_of(seen.text)) == ["8", "5.60", "70", "128"]
     assert seen.legend("speedup.png") == ["ideal", "DDP, batch 128 each (weak)"]
     (speedups, efficiencies) = seen.figures["speedup.png"].axes
     assert [text.get_text() for text in (*speedups.texts, *efficiencies.texts)] == ["5.60", "70"]
@@ -241,7 +241,7 @@ def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
 
     write_run(tmp_path, "large", [10, 1400, 1400], global_batch=1024, images=59392)
     text, _, figures = compared()
-    assert numbers_in(verdict_of(text)) == ["8", "4.00", "50", "1024"]
+    assert numbers_in(conclusion_of(text)) == ["8", "4.00", "50", "1024"]
     assert len(figures["speedup.png"].axes[0].lines) == 3  # the ideal one, and strict and weak
 
 
@@ -338,8 +338,8 @@ def test_what_cannot_be_relied_on_is_marked(tmp_path: Path, compared: Compared) 
     assert dict(marks) == {batch: mark for batch, (*_, mark) in cases.items()}
     assert cells(text, "ddp", 4)[5] == "qe"
     for mark in "qes":
-        assert f"doubt {mark}: " in text and f"{mark} (" in verdict_of(text)
-    assert "doubt qe" in verdict_of(text)
+        assert f"doubt {mark}: " in text and f"{mark} (" in conclusion_of(text)
+    assert "doubt qe" in conclusion_of(text)
     assert all(len(line) <= 120 for line in text.splitlines() if line.startswith(("stage", "single", "ddp")))
 
 
@@ -364,7 +364,7 @@ def test_other_arguments_rates_and_scripts_make_a_speedup_doubtful(
     two = table[table.devices == 2].set_index("global_batch")
     assert dict(two.doubt.fillna("")) == {batch: mark for batch, (_, mark) in cases.items()}
     assert two.speedup.notna().all()
-    assert "r (the learning rates differ)" in verdict_of(text)
+    assert "r (the learning rates differ)" in conclusion_of(text)
     # The run on one device whose arguments are the same is the one to compare with.
     write_run(tmp_path, "nearer", [10, 800, 800], **one | {"arguments": "--dropout=0.2"}, global_batch=340)
     _, table, _ = compared()
@@ -482,12 +482,12 @@ def test_each_folder_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture) ->
 
 def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
     write_run(tmp_path, "two", [10, 1500], **ddp(2))
-    assert "cannot be judged" in verdict_of(compared().text)
+    assert "cannot be judged" in conclusion_of(compared().text)
     write_run(tmp_path, "one", [10, 1000], **ddp(1))
     text, table, _ = compared()
     assert list(table.speedup) == [1, 1.5] and set(table.baseline) == {"ddp"}
     assert "[1] speedup against ddp" in text
-    assert "as fast as DDP on one" in verdict_of(text)
+    assert "as fast as DDP on one" in conclusion_of(text)
 
 
 @pytest.mark.parametrize(
@@ -521,7 +521,7 @@ def test_unequal_runs_are_not_compared(
     text, table, _ = compared()
     two = table[table.stage == "ddp"].iloc[0]
     assert pd.isna(two.speedup) and reason in two.why
-    assert reason in text and "cannot be judged" in verdict_of(text)
+    assert reason in text and "cannot be judged" in conclusion_of(text)
     assert not (tmp_path / "out" / "speedup.png").exists()
 
 
@@ -536,7 +536,7 @@ def test_threads_count_where_they_are_the_workers(tmp_path: Path, compared: Comp
             tmp_path, f"two-{device[:3]}", [10, 1500], **ddp(2, threads_per_worker=2, device_name=device)
         )
     text, table, _ = compared()
-    assert f"{CPU}, mnist, Net: " in text and "1.50x" in verdict_of(text)
+    assert f"{CPU}, mnist, Net: " in text and "1.50x" in conclusion_of(text)
     two = table[table.stage == "ddp"].set_index("device_name")
     assert pd.isna(two.speedup[CPU]) and "threads per worker (2, 1)" in two.why[CPU]
     assert two.speedup[GPU] == 1.5
@@ -548,7 +548,7 @@ def test_each_batch_has_its_own_line(tmp_path: Path, compared: Compared) -> None
         write_run(tmp_path, f"two-{batch}", [10, two, two], **ddp(2, global_batch=batch))
     text, table, _ = compared()
     assert list(table[table.stage == "ddp"].speedup) == [1.2, 1.9]
-    assert numbers_in(verdict_of(text)) == ["2", "1.90", "95", "1024"]
+    assert numbers_in(conclusion_of(text)) == ["2", "1.90", "95", "1024"]
 
 
 def test_data_parallel_on_one_device_has_no_speedup(tmp_path: Path, compared: Compared) -> None:
@@ -557,7 +557,7 @@ def test_data_parallel_on_one_device_has_no_speedup(tmp_path: Path, compared: Co
     text, table, _ = compared()
     assert table[table.stage == "dp"].speedup.isna().all()
     assert "[1] DataParallel had one device" in text
-    assert "DataParallel had only one device" in verdict_of(text)
+    assert "DataParallel had only one device" in conclusion_of(text)
     assert "2.00" not in text
     assert f"{CPU}: CPU workers standing in for GPUs" in text
 
@@ -646,7 +646,7 @@ def test_plot_results_writes_table_and_figures(plot: Callable, tmp_path: Path) -
     assert (done.returncode, done.stderr) == (0, "")
     assert cells(done.stdout, "ddp", 2)[1:4] == ["1650", "1600..1700", "1.65"]
     assert "s to 98 %" in done.stdout
-    assert "1.65x" in verdict_of(done.stdout)
+    assert "1.65x" in conclusion_of(done.stdout)
     assert f"Written to out: {', '.join(written)}\n" in done.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(written)
     for name in FIGURES:
@@ -722,7 +722,7 @@ def test_a_table_of_an_own_training(tmp_path: Path, compared: Compared) -> None:
     assert list(seen.table[seen.table.stage == "ddp"].speedup) == [1.6]
     assert "speedup against depth" in seen.text
     assert f"{GPU}, mnist, Net: " in seen.text and f"{GPU}, rooms, UNet: " in seen.text
-    assert numbers_in(verdict_of(seen.text)) == ["2", "1.60", "80", "256", "4", "3.20", "80", "256"]
+    assert numbers_in(conclusion_of(seen.text)) == ["2", "1.60", "80", "256", "4", "3.20", "80", "256"]
     for name in FIGURES:
         assert seen.titles(name) == [f"{GPU} · mnist, Net", f"{GPU} · rooms, UNet"]
     assert seen.legend("speedup.png") == ["ideal", "DDP, batch 256", "depth, batch 256"]
@@ -741,15 +741,15 @@ def test_own_name_on_the_tutorials_network(tmp_path: Path, compared: Compared) -
     of_ddp = ["2", "1.60", "80", "256"]
     of_dp = ["2", "0.70", "35", "256"]
     of_buckets = ["2", "1.70", "85", "256"]
-    assert numbers_in(verdict_of(text))[:12] == of_ddp + of_dp + of_buckets
-    assert "there is no" not in verdict_of(text)
+    assert numbers_in(conclusion_of(text))[:12] == of_ddp + of_dp + of_buckets
+    assert "there is no" not in conclusion_of(text)
 
 
 def test_a_table_without_accuracy(tmp_path: Path, compared: Compared) -> None:
     """A regression has none: a dash in the table, and no figure. Nothing is said of the tutorial's stages."""
     write_run(tmp_path, "one", [10, 50, 50], **own(1, test_accuracy=float("nan")))
     seen = compared()
-    assert "cannot be judged" in verdict_of(seen.text) and "there is no" not in verdict_of(seen.text)
+    assert "cannot be judged" in conclusion_of(seen.text) and "there is no" not in conclusion_of(seen.text)
     assert cells(seen.text, "depth", 1)[5:] == ["[1]", "-", "30.0", "300", "1", "3"]
     assert list(seen.figures) == ["throughput.png"]
 

@@ -12,7 +12,7 @@ from manygpus.errors import UserError
 from manygpus.record import records
 from manygpus.record.columns import COLUMNS, RANK_COLUMNS, Column, Role, number
 from manygpus.reports import comparison
-from manygpus.reports.comparison_text import report
+from manygpus.reports.comparison_report import report
 
 SAMPLE = REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv"
 GOOD = "ddp-20261121-041110-f2fc72"  # of these runs, the one of two workers

@@ -18,7 +18,7 @@ from manygpus import load_dataset
 from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.data.loaders import Batch, DistributedBatchSampler, ResidentBatches
 from manygpus.network.model import Dropout
-from manygpus.training.tuning import keep_freed_memory
+from manygpus.training.process_tuning import keep_freed_memory
 
 RUNGS = (
     "classic script",

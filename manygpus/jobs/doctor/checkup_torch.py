@@ -30,7 +30,7 @@ from manygpus.jobs.doctor.findings import (
 )
 from manygpus.launchers import node
 from manygpus.training import clock
-from manygpus.training.tuning import tune_process
+from manygpus.training.process_tuning import tune_process
 
 # Of the tensors that are summed: 1 KB to 64 MB.
 SIZES_BYTES = tuple(2**power for power in (10, 14, 18, 20, 22, 24, 26))

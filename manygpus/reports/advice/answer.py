@@ -357,7 +357,7 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
 
     Return the exit code, which is that of the comparison. If the runs support no answer, print why.
     """
-    from manygpus.reports.comparison_text import report as report_comparison
+    from manygpus.reports.comparison_report import report as report_comparison
 
     code = 0
     target = constraints.target if constraints else None

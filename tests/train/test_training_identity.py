@@ -12,7 +12,7 @@ from forking import Forking
 from test_drift import ON_RANKS
 from torch import nn
 
-from manygpus.network import identity
+from manygpus.network import training_identity
 from manygpus.record import records
 from manygpus.reports import comparison
 
@@ -182,9 +182,9 @@ def test_a_network_is_the_same_in_another_process_and_in_a_wrapper() -> None:
     networks[1].inner = nn.DataParallel(networks[1].inner)
     networks[2].inner = torch.compile(networks[2].inner)
     networks[3] = nn.DataParallel(networks[3])
-    assert len({identity.of_network({"model": network}) for network in networks}) == 1
+    assert len({training_identity.of_network({"model": network}) for network in networks}) == 1
     networks[4].inner = nn.Linear(2, 2, bias=False)
-    assert len({identity.of_network({"model": network}) for network in networks}) == 2
+    assert len({training_identity.of_network({"model": network}) for network in networks}) == 2
 
 
 # A copy of a stage with an optimizer, a schedule or a network of its own.

@@ -1,4 +1,4 @@
-"""The comparison of runs for people: verdict, tables on the terminal, comparison.md, .html, .csv, figures."""
+"""The report on runs, for people: conclusion, tables on the terminal, comparison.md, .html, .csv, figures."""
 
 import math
 from pathlib import Path
@@ -75,7 +75,7 @@ TARGET_LEGEND = (
 
 
 def report(paths: list[Path], out: Path, target: float | None = None, answer: Page | None = None) -> str:
-    """Print the comparison of all runs under `paths`, write it to `out`, return the verdict.
+    """Print the comparison of all runs under `paths`, write it to `out`, return the conclusion.
 
     With a `target` the tables show how long it took to reach that accuracy (%). The `answer`, to how many
     GPUs to ask for, is printed nowhere: comparison.html has it below the comparison.
@@ -93,7 +93,7 @@ def report(paths: list[Path], out: Path, target: float | None = None, answer: Pa
         speed_of[task] = f"{unit}/s"
     shown, legends = as_text(pd.concat(sections).loc[table.index], target)
     notes = legends + _notes(rows, skipped, set(speed_of.values()))
-    conclusion = verdict(table)
+    conclusion = conclude(table)
     narrow, omitted = _for_a_terminal(shown)
     blocks: list[Block] = [conclusion]
     for task, section in table.groupby(SECTION_BY):
@@ -250,10 +250,10 @@ def _notes(rows: pd.DataFrame, skipped: list[str], speeds: set[str]) -> list[str
     return notes + [f"Skipped: {sentence}" for sentence in skipped]
 
 
-# --- the verdict ------------------------------------------------------------------------------------
+# --- the conclusion ---------------------------------------------------------------------------------
 
 
-def verdict(table: pd.DataFrame) -> str:
+def conclude(table: pd.DataFrame) -> str:
     """Say for each section what its largest counts of devices gain over one, and which rows to doubt."""
     sentences = []
     for values, section in table.groupby(SECTION_BY):
@@ -274,7 +274,7 @@ def verdict(table: pd.DataFrame) -> str:
 
 
 def _judge(stage: str, rows: pd.DataFrame) -> str:
-    """Return the clause of the verdict on a stage: the best speedup on the most devices."""
+    """Return the clause of the conclusion on a stage: the best speedup on the most devices."""
     name = stage_name(stage)
     is_one_process = stage == DP or (rows.world_size < rows.devices).any()
     unit = "device" if is_one_process else "worker"
