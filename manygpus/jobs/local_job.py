@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manygpus import job_folder, launchers
-from manygpus.jobs.stages import REPOSITORY
+from manygpus.errors import REPOSITORY
 from manygpus.monitor import samples
 
 # submitit announces every step; the log should have only the stage's lines.

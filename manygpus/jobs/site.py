@@ -5,9 +5,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from manygpus.errors import UserError
+from manygpus.errors import REPOSITORY, UserError
 from manygpus.jobs import slurm
-from manygpus.jobs.stages import REPOSITORY
 
 # How a job asks for GPUs, cores and memory where the site does not say; so do the stages' job scripts.
 OPTION_TEMPLATES = {

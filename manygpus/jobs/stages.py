@@ -10,10 +10,11 @@ from pathlib import Path
 from manygpus.config.command_line import check_divides
 from manygpus.errors import REPOSITORY, UserError
 from manygpus.jobs.user_program import Program
-from manygpus.record.columns import DDP, DP, SINGLE, STAGE_FOLDERS
+from manygpus.record.columns import DDP, DP, SINGLE
 
 # What every job script sources.
 JOB_ENV = REPOSITORY / "slurm" / "job_env.sh"
+STAGE_FOLDERS = {SINGLE: "01_singlegpu", DP: "02_multigpu_dp", DDP: "03_multigpu_ddp"}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ SINGLE = "single"
 DP = "dp"
 DDP = "ddp"
 TUTORIAL_STAGES = {SINGLE: "single", DP: "DataParallel", DDP: "DDP"}
-STAGE_FOLDERS = {SINGLE: "01_singlegpu", DP: "02_multigpu_dp", DDP: "03_multigpu_ddp"}
+# The width of the course's network: the default of --width, and the value in files without the column.
 DEFAULT_WIDTH = 32
 # Images in a step: the default --batch-size, and the batch that --lr is for if a rule scales it.
 BASE_BATCH = 64

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from manygpus.config.command_line import Parser, at_least, given
 from manygpus.data.staging import SHARED_DATA_FIX
-from manygpus.errors import UserError, entrypoint, print_line, reason
+from manygpus.errors import REPOSITORY, UserError, entrypoint, print_line, reason
 from manygpus.jobs import local_job, slurm
 from manygpus.jobs.doctor import login_node
 from manygpus.jobs.doctor.checkup import NOTE
@@ -46,7 +46,7 @@ from manygpus.jobs.doctor.findings import (
     read_messages,
 )
 from manygpus.jobs.site import DEFAULT_MINUTES, OPTION_TEMPLATES, SHARED_FOLDERS_FIX, Site
-from manygpus.jobs.stages import REPOSITORY, STAGES, resources
+from manygpus.jobs.stages import STAGES, resources
 from manygpus.jobs.submit import partition_limits
 from manygpus.jobs.submit.slurm_options import of_variables, sbatch_options
 from manygpus.jobs.user_program import add_options, from_options, split

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manygpus import files, kit_python
-from manygpus.errors import UserError
+from manygpus.errors import REPOSITORY, UserError
 from manygpus.jobs import slurm
 from manygpus.jobs.doctor import script_imports
 from manygpus.jobs.doctor.findings import (
@@ -26,7 +26,7 @@ from manygpus.jobs.doctor.findings import (
     read_messages,
 )
 from manygpus.jobs.site import SHARED_FOLDERS_FIX, Site, read_site
-from manygpus.jobs.stages import REPOSITORY, STAGES, resources
+from manygpus.jobs.stages import STAGES, resources
 from manygpus.jobs.submit.slurm_options import sbatch_options
 from manygpus.jobs.user_program import Program, without_the_kit
 from manygpus.record.columns import DDP

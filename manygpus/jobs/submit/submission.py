@@ -26,18 +26,18 @@ from manygpus.config import options
 from manygpus.config.command_line import PROGRAM, Parser, at_least, given, time_limit
 from manygpus.config.known_datasets import DATASETS
 from manygpus.data import staging
-from manygpus.errors import UserError, print_line
+from manygpus.errors import REPOSITORY, UserError, print_line
 from manygpus.files import check_writable, explained
 from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.site import DEFAULT_MINUTES, read_site
-from manygpus.jobs.stages import REPOSITORY, STAGES, Resources, Stage, resources
+from manygpus.jobs.stages import STAGE_FOLDERS, STAGES, Resources, Stage, resources
 from manygpus.jobs.submit import job_script, partition_limits
 from manygpus.jobs.submit.request import Request, new_folder
 from manygpus.jobs.submit.slurm_options import of_variables
 from manygpus.jobs.user_program import add_options, from_options, misplaced, note_on_environment, split
 from manygpus.jobs.watch.job_status import Handle, LocalHandle, SlurmHandle
 from manygpus.monitor import samples
-from manygpus.record.columns import SINGLE, STAGE_FOLDERS
+from manygpus.record.columns import SINGLE
 
 if TYPE_CHECKING:
     import submitit

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manygpus import job_folder, log_words
+from manygpus.errors import REPOSITORY
 from manygpus.job_folder import Outcome, Script
 from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.inside import outcome_rules, start_plan
 from manygpus.jobs.inside.failure_reason import Evidence
 from manygpus.jobs.site import Site
 from manygpus.jobs.slurm import JobStatus
-from manygpus.jobs.stages import JOB_ENV, REPOSITORY
+from manygpus.jobs.stages import JOB_ENV
 from manygpus.monitor import samples
 
 # The longest script with its arguments that a row shows, in characters, and how many of them are its last:
