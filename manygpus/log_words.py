@@ -4,6 +4,7 @@ slurm/job_env.sh writes lines with `watch` and `ended` in the same form.
 """
 
 import re
+import shlex
 from collections.abc import Iterable
 
 # At the head of the log, once for each start.
@@ -17,6 +18,11 @@ INDENT_CHARACTERS = 8
 def line(word: str, text: str) -> str:
     """Return a line of the log."""
     return f"{word:<{INDENT_CHARACTERS}}{text}"
+
+
+def printable(word: str) -> str:
+    """Quote a word for the shell; one that would break a line of the log, for Python."""
+    return shlex.quote(word) if word.isprintable() else repr(word)
 
 
 def text_of(word: str, log_line: str) -> str:

@@ -10,8 +10,8 @@ import torch
 from manygpus.config.known_datasets import DEFAULT_DIR
 from manygpus.data import staging
 from manygpus.devices import build, device_name, usable_gpus
-from manygpus.errors import UserError, entrypoint, print_line
-from manygpus.jobs import site, slurm, stages
+from manygpus.errors import REPOSITORY, UserError, entrypoint, print_line
+from manygpus.jobs import site, slurm
 from manygpus.workshop.exercises import CorePath, relative
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     else:
         print_line("Slurm   found: submit.py submits jobs")
 
-    path = CorePath(stages.REPOSITORY)
+    path = CorePath(REPOSITORY)
     name_width = max(len(exercise.name) for exercise in path.exercises)
     print_line(f"\nThe core path, {len(path.exercises)} exercises ({path.extras} more are extra):")
     for exercise in path.exercises:
@@ -54,7 +54,7 @@ def main() -> None:
     following = path.open[0]
     stage = following.stage
     print_line(f"Next: {following.name}. Its lesson is {relative(stage / 'README.md')}. Type these commands:")
-    activate = stages.REPOSITORY / ".venv" / "bin" / "activate"
+    activate = REPOSITORY / ".venv" / "bin" / "activate"
     # A class may share another environment.
     if activate.exists():
         commands.append(f"source {relative(activate)}")

@@ -650,7 +650,7 @@ def test_a_limit_of_other_jobs_or_of_one_of_several_partitions_is_waited_for(
 
 def test_of_a_log_only_what_is_new_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    progress = job_status.Progress(log)
+    progress = job_status.GrowingLog(log)
     assert progress.update() is None
     log.write_text("epoch 1/3: so far\nepoch 2")
     assert progress.update() == "epoch 1/3: so far"

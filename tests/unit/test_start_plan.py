@@ -17,7 +17,7 @@ from manygpus.errors import UserError
 from manygpus.job_folder import Script
 from manygpus.jobs import slurm
 from manygpus.jobs.inside import start_plan
-from manygpus.jobs.inside.start_plan import JobStart, Plan
+from manygpus.jobs.inside.start_plan import JobStart, StartPlan
 from manygpus.jobs.user_program import Program
 from manygpus.monitor import samples
 
@@ -70,7 +70,7 @@ def record(release: str, situation: str) -> str:
     return (RECORDED / release / f"{situation}.txt").read_text()
 
 
-def decide(job: JobStart = JOB, /, **variables: str) -> Plan:
+def decide(job: JobStart = JOB, /, **variables: str) -> StartPlan:
     job = replace(job, variables={**job.variables, **variables})
     return start_plan.decide(job, NAMES.get, NOW)
 
@@ -276,7 +276,7 @@ def test_where_the_ranks_meet() -> None:
 def test_bash_carries_out_the_plan() -> None:
     """With what may stand in a value."""
     value = 'it\'s "$HOME" `x` \\ é\ntwo lines'
-    plan = Plan(
+    plan = StartPlan(
         ["OLD"],
         {"NEW": value},
         {"OWN": value},

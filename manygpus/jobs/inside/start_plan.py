@@ -18,7 +18,7 @@ from manygpus.errors import UserError
 from manygpus.job_folder import Script
 from manygpus.jobs import slurm
 from manygpus.jobs.user_program import Program, newest
-from manygpus.log_words import CODE, GPUS, JOB, NODES, PYTHON, SCRIPT, line
+from manygpus.log_words import CODE, GPUS, JOB, NODES, PYTHON, SCRIPT, line, printable
 from manygpus.monitor import samples
 
 # What sbatch sets if a job asks for it, and the field that its record then has.
@@ -103,7 +103,7 @@ class JobStart:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StartPlan:
     """How a job begins.
 
     Attributes:
@@ -121,7 +121,7 @@ class Plan:
     asked: samples.RequestedResources
 
 
-def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -> Plan:
+def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -> StartPlan:
     """Return how the job begins.
 
     Args:
@@ -175,7 +175,7 @@ def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -
     name = variables.get("SLURM_JOB_NAME", "")
     numbers = _numbers(variables["SLURM_JOB_ID"], job)
     gpus_on_node = _number(variables, "SLURM_GPUS_ON_NODE")
-    return Plan(
+    return StartPlan(
         unset=unset,
         exports=exports,
         assigns=assigns,
@@ -426,12 +426,7 @@ def code_line(commit: str, folder: str) -> str:
     return line(CODE, f"{described} in {folder}")
 
 
-def printable(word: str) -> str:
-    """Quote a word for the shell; one that would break a line of the log, for Python."""
-    return shlex.quote(word) if word.isprintable() else repr(word)
-
-
-def as_shell(plan: Plan, program: Program | None = None) -> str:
+def as_shell(plan: StartPlan, program: Program | None = None) -> str:
     """Return the plan as shell code, for a job that runs this program."""
     lines = ["begun=1"]
     if plan.unset:

@@ -149,7 +149,7 @@ class Combination:
         )
 
 
-class Plan(NamedTuple):
+class SweepPlan(NamedTuple):
     """The runs of a sweep, and the reasons against others, with how many each concerns."""
 
     runs: list[PlannedRun]

@@ -28,7 +28,7 @@ from manygpus.jobs.stages import Stage
 from manygpus.jobs.submit import job_script, submission
 from manygpus.jobs.submit.request import Request, new_folder, read_options
 from manygpus.jobs.sweeps import progress_table, varied_options
-from manygpus.jobs.sweeps.plan import Grid, Plan, PlannedRun
+from manygpus.jobs.sweeps.plan import Grid, PlannedRun, SweepPlan
 from manygpus.jobs.sweeps.varied_options import Setting
 from manygpus.record import records
 from manygpus.record.columns import DP
@@ -71,7 +71,7 @@ class Sweep:
         if self.opts.batch_size_per_gpu:
             raise UserError("--batch-size-per-gpu is set by --scaling weak and --batch-size: give those two.")
 
-    def planned(self, grid: Grid) -> Plan:
+    def planned(self, grid: Grid) -> SweepPlan:
         """Return the runs that make sense, and the reasons against the others.
 
         Raises:
@@ -98,7 +98,7 @@ class Sweep:
                 raise UserError(f"{count} runs would be called {name}: give values that differ more.")
         if not runs:
             raise UserError(f"no run is left ({'; '.join(left_out)}): change what you ask for.")
-        return Plan(list(runs), left_out)
+        return SweepPlan(list(runs), left_out)
 
     def _check(self, run: PlannedRun) -> None:
         """Raise a UserError if the run makes no sense."""

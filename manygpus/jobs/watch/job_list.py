@@ -14,7 +14,7 @@ from manygpus import job_folder, log_words
 from manygpus.errors import REPOSITORY
 from manygpus.job_folder import Outcome, Script
 from manygpus.jobs import job_log, local_job, slurm
-from manygpus.jobs.inside import outcome_rules, start_plan
+from manygpus.jobs.inside import outcome_rules
 from manygpus.jobs.inside.failure_reason import Evidence
 from manygpus.jobs.site import Site
 from manygpus.jobs.slurm import JobStatus
@@ -193,7 +193,7 @@ def _script_words(script: Script) -> str:
     """Return the name of its run in a sweep, else that of a script with the arguments that fit into a row."""
     if script.run_name:
         return script.run_name
-    words = " ".join(map(start_plan.printable, (script.label, *script.arguments)))
+    words = " ".join(map(log_words.printable, (script.label, *script.arguments)))
     if len(words) <= MOST_OF_A_SCRIPT:
         return words
     return f"{words[: MOST_OF_A_SCRIPT - LAST_OF_A_SCRIPT - 3]}...{words[-LAST_OF_A_SCRIPT:]}"

@@ -65,7 +65,7 @@ class State(NamedTuple):
 
 
 @dataclass
-class Progress:
+class GrowingLog:
     """The last line about an epoch in a log that grows. Each byte of it is read once."""
 
     log: Path
@@ -119,7 +119,7 @@ class Handle:
     stop_command: ClassVar[str] = "scancel"
 
     def __post_init__(self) -> None:
-        self._progress_of_log = Progress(self.log)
+        self._growing_log = GrowingLog(self.log)
 
     def state(self) -> State:
         """Return the job's current state, without waiting for its end.
@@ -149,7 +149,7 @@ class Handle:
         return (self.folder / job_folder.PLAIN).exists()
 
     def _running(self) -> State:
-        progress = self._progress_of_log.update()
+        progress = self._growing_log.update()
         if progress is None:
             progress = f"see {self.log}" if self._is_plain else "no epoch finished yet"
         return State("running", progress)
