@@ -30,7 +30,7 @@ from manygpus.record.loggers import TensorBoardLogger as TensorBoardLogger
 from manygpus.record.loggers import WandbLogger as WandbLogger
 from manygpus.signals import obey_the_trainer as obey_the_trainer
 from manygpus.training.early_stopping import EarlyStopping as EarlyStopping
-from manygpus.training.evaluation import Metric as Metric
+from manygpus.training.epoch_results import Metric as Metric
 from manygpus.training.evaluation import evaluate as evaluate
 from manygpus.training.precision import resolve_precision as resolve_precision
 from manygpus.training.process_tuning import tune_process as tune_process

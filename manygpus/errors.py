@@ -181,6 +181,14 @@ def fail(text: str, state: str = "failed") -> NoReturn:
     os._exit(1)
 
 
+def diverged(clause: str) -> UserError:
+    """Return the error of a diverged training; `clause` says how it shows, such as "the loss is nan"."""
+    return UserError(
+        f"{clause}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with), or look "
+        "for such numbers in the data. The earlier epochs are recorded."
+    )
+
+
 def first_line(error: Exception) -> str:
     """Return the line of its text that gives the cause: NCCL's, else the first; C++ frames may follow."""
     text = str(error).strip()

@@ -41,11 +41,10 @@ from manygpus.checkpoint.state_file import (
 )
 from manygpus.checkpoint.stop_signal import Agreement, StopSignal
 from manygpus.distributed import process_group
-from manygpus.errors import PeerError, UserError, first_line, print_line
+from manygpus.errors import PeerError, UserError, diverged, first_line, print_line
 from manygpus.files import check_writable, explained, locked
 from manygpus.network import training_identity
 from manygpus.network.model import class_name, unwrapped
-from manygpus.network.optim import diverged
 from manygpus.network.rank_weights import IF_SHARDED, check_equal, check_whole, gather_on_rank_0
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, OneCycleLR, StepLR
 
 from manygpus.config.options import Options
-from manygpus.errors import UserError
 
 KERNELS = {"capturable", "foreach", "fused"}  # how an optimizer computes; they change no result
 
@@ -19,14 +18,6 @@ def build_optimizer(
     optimizer, lr_scheduler = _of_recipe(options, model, steps_per_epoch)
     optimizer.recipe = lr_scheduler.recipe = options.recipe
     return optimizer, lr_scheduler
-
-
-def diverged(what: str) -> UserError:
-    """Return the error of a diverged training; `what` is a clause, such as "the loss is nan"."""
-    return UserError(
-        f"{what}: lower --lr, in a new run (a checkpoint keeps the --lr that it was made with), or look for "
-        "such numbers in the data. The earlier epochs are recorded."
-    )
 
 
 def is_by_recipe(part: torch.optim.Optimizer | LRScheduler | None) -> bool:

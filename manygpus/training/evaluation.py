@@ -1,10 +1,8 @@
-"""The results of an epoch, passed between the loop, the record and the checkpoints; and the evaluation."""
+"""The evaluation of a network on every sample of a data set, once, over all ranks."""
 
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,48 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manygpus.data.loaders import Batches
 from manygpus.distributed import process_group
-from manygpus.network.optim import diverged
+from manygpus.errors import diverged
 from manygpus.training import clock
-
-
-class TrainResult(NamedTuple):
-    """One training epoch: optimizer steps, seconds of the slowest rank, mean loss per sample."""
-
-    steps: int
-    seconds: float
-    loss: float
-    learning_rate: float  # of the first step
-
-
-class EvalResult(NamedTuple):
-    """One evaluation: samples of all ranks, seconds of the slowest, mean loss per sample, percent correct."""
-
-    samples: int
-    seconds: float
-    loss: float
-    accuracy: float  # NaN where the targets are not class numbers
-
-
-NOT_EVALUATED = EvalResult(0, 0.0, math.nan, math.nan)
-
-
-class Metric(NamedTuple):
-    """A result of an evaluation besides loss and accuracy, such as Metric("recall", "cats", 0.5)."""
-
-    metric: str
-    of: str
-    value: float  # NaN where it is not defined
-
-
-@dataclass
-class PartialEpoch:
-    """The part of an epoch done before a checkpoint within it."""
-
-    steps: int
-    seconds: float
-    learning_rate: float  # of the first step
-    losses: torch.Tensor  # (steps,), each the mean over all ranks
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # the same for other numbers, by name
+from manygpus.training.epoch_results import EvalResult
 
 
 def evaluate(

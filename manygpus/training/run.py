@@ -39,7 +39,7 @@ from manygpus.training import clock, printing, run_facts
 from manygpus.training.compute_time import ComputeTime
 from manygpus.training.drift import Drift
 from manygpus.training.early_stopping import EarlyStopping
-from manygpus.training.evaluation import NOT_EVALUATED, EvalResult, Metric, PartialEpoch, TrainResult
+from manygpus.training.epoch_results import NOT_EVALUATED, EvalResult, Metric, PartialEpoch, TrainResult
 from manygpus.training.step_metrics import StepMetrics, check_finite
 
 if TYPE_CHECKING:

@@ -3,8 +3,7 @@
 import torch
 
 from manygpus.distributed import process_group
-from manygpus.errors import UserError
-from manygpus.network.optim import diverged
+from manygpus.errors import UserError, diverged
 
 
 class StepMetrics:

@@ -10,7 +10,7 @@ from torch import nn
 
 from manygpus import DistEnv, Metric
 from manygpus.devices import device_name
-from manygpus.training.evaluation import TrainResult
+from manygpus.training.epoch_results import TrainResult
 from manygpus.training.kept_memory import kept_bytes
 
 FLOPS_PER_TFLOPS = 1e12
