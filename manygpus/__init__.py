@@ -18,6 +18,7 @@ _NAMES_OF = {
     "checkpoint.checkpointer": ("Checkpointer",),
     "checkpoint.sharded": ("Sharded",),
     "config.command_line": ("above_0", "at_least", "check_divides"),
+    "config.known_datasets": ("DEFAULT_DATA_DIR",),
     "config.options": ("Options", "float32_precision", "option", "parse_options"),
     "data.datasets": ("InMemoryDataset", "load_dataset", "normalize"),
     "data.loaders": ("augmentation", "eval_loader", "hold_out", "train_loader"),
@@ -30,13 +31,14 @@ _NAMES_OF = {
     "network.optim": ("build_optimizer",),
     "record.loggers": ("Logger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"),
     "signals": ("obey_the_trainer",),
+    "training.best_weights": ("BestWeights",),
     "training.early_stopping": ("EarlyStopping",),
     "training.epoch_results": ("Metric",),
     "training.evaluation": ("evaluate",),
     "training.precision": ("resolve_precision",),
+    "training.process_tuning": ("tune_process",),
     "training.recorder": ("Recorder",),
     "training.run": ("Run",),
-    "training.process_tuning": ("tune_process",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 __all__ = list(_MODULE_OF)

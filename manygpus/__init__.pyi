@@ -3,6 +3,7 @@ from manygpus.checkpoint.sharded import Sharded as Sharded
 from manygpus.config.command_line import above_0 as above_0
 from manygpus.config.command_line import at_least as at_least
 from manygpus.config.command_line import check_divides as check_divides
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR as DEFAULT_DATA_DIR
 from manygpus.config.options import Options as Options
 from manygpus.config.options import float32_precision as float32_precision
 from manygpus.config.options import option as option
@@ -29,6 +30,7 @@ from manygpus.record.loggers import MLflowLogger as MLflowLogger
 from manygpus.record.loggers import TensorBoardLogger as TensorBoardLogger
 from manygpus.record.loggers import WandbLogger as WandbLogger
 from manygpus.signals import obey_the_trainer as obey_the_trainer
+from manygpus.training.best_weights import BestWeights as BestWeights
 from manygpus.training.early_stopping import EarlyStopping as EarlyStopping
 from manygpus.training.epoch_results import Metric as Metric
 from manygpus.training.evaluation import evaluate as evaluate

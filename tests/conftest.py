@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 from scheduling import GroupedTests
 
-from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.data import staging
 from manygpus.jobs import local_job, stages
 from manygpus.record import records
@@ -262,8 +262,8 @@ def furthest(one: dict[str, "torch.Tensor"], other: dict[str, "torch.Tensor"]) -
 @pytest.fixture(scope="session")
 def mnist_dir() -> Path:
     """The default data directory, with MNIST in it."""
-    staging.put_in_place(DEFAULT_DIR)
-    return DEFAULT_DIR
+    staging.put_in_place(DEFAULT_DATA_DIR)
+    return DEFAULT_DATA_DIR
 
 
 @pytest.fixture(scope="session")

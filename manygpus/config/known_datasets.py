@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from manygpus.errors import REPOSITORY
 
-DEFAULT_DIR = REPOSITORY / "data"
+# Where MNIST is, unless --data-dir says otherwise.
+DEFAULT_DATA_DIR = REPOSITORY / "data"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 
 from manygpus import job_folder
 from manygpus.config.command_line import Parser, above_0, at_least, check_divides, given_path
-from manygpus.config.known_datasets import DATASETS, DEFAULT_DIR
+from manygpus.config.known_datasets import DATASETS, DEFAULT_DATA_DIR
 from manygpus.errors import REPOSITORY, UserError
 from manygpus.record.columns import BASE_BATCH, COLUMNS, DEFAULT_WIDTH, LR_SCALES, Role, lr_factor
 
@@ -202,7 +202,7 @@ class Options:
     )
     data_dir: Path = _option(
         "data",
-        DEFAULT_DIR,
+        DEFAULT_DATA_DIR,
         type=given_path,
         metavar="DIR",
         help="where `make data` put MNIST",

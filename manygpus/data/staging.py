@@ -23,7 +23,7 @@ from time import monotonic, sleep
 
 from manygpus import launchers
 from manygpus.config.command_line import Parser, given_path
-from manygpus.config.known_datasets import DATASETS, DEFAULT_DIR
+from manygpus.config.known_datasets import DATASETS, DEFAULT_DATA_DIR
 from manygpus.errors import UserError, entrypoint, print_line
 from manygpus.files import explained, holder, lock
 
@@ -65,7 +65,8 @@ def check(dataset: str, data_dir: Path, read: bool = False) -> dict[str, bytearr
     with _disk_errors("read from", data_dir):
         for name, fault in _faults(_raw_dir(data_dir), read, files).items():  # the first is enough
             # The absolute path: the user may run the command in another folder than the job's.
-            option = "" if data_dir == DEFAULT_DIR else f" --data-dir {shlex.quote(str(data_dir.absolute()))}"
+            is_default = data_dir == DEFAULT_DATA_DIR
+            option = "" if is_default else f" --data-dir {shlex.quote(str(data_dir.absolute()))}"
             fix = f"get it once, on a machine with internet, with: python -m manygpus.data.datasets{option}"
             if launchers.job_id():
                 fix += f"; if the login node has it there, {SHARED_DATA_FIX}"
@@ -215,6 +216,6 @@ def _disk_errors(action: str, data_dir: Path) -> AbstractContextManager:
 def main() -> int:
     """Stage MNIST, print what was done, and return the exit code."""
     parser = Parser(prog="python -m manygpus.data.datasets", description="Put MNIST on disk, checked.")
-    parser.add_argument("--data-dir", type=given_path, default=DEFAULT_DIR, help="default: %(default)s")
+    parser.add_argument("--data-dir", type=given_path, default=DEFAULT_DATA_DIR, help="default: %(default)s")
     print_line(put_in_place(parser.parse_args().data_dir))
     return 0

@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.data import staging
 from manygpus.devices import build, device_name, usable_gpus
 from manygpus.errors import REPOSITORY, UserError, entrypoint, print_line
@@ -30,7 +30,7 @@ def main() -> None:
         staging.check("mnist", data_dir)
         print_line(f"MNIST   in {data_dir}")
     except UserError as error:
-        print_line(f"MNIST   {'missing or damaged' if data_dir == DEFAULT_DIR else error}")
+        print_line(f"MNIST   {'missing or damaged' if data_dir == DEFAULT_DATA_DIR else error}")
         commands.append("make data")
     if slurm.why_not_here():
         print_line(

@@ -28,7 +28,7 @@ from test_packages import imports
 from torch.utils.data import DataLoader
 
 from manygpus.checkpoint import sharded
-from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.record import records
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -418,6 +418,6 @@ def test_a_part_that_runs_on_the_cpu_does_not_name_the_gpu(
         yield {"case": "ladder"}
 
     path = tmp_path / "part.csv"
-    bench._measure(part, argparse.Namespace(data_dir=DEFAULT_DIR), path)
+    bench._measure(part, argparse.Namespace(data_dir=DEFAULT_DATA_DIR), path)
     on_cpu, on_gpu = pd.read_csv(path).device_name
     assert on_cpu.startswith("CPU: ") and on_gpu == "a GPU"

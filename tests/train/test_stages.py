@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import STAGES, WITHOUT_DROPOUT, Script, rows_of, run_stage, succeeded, weights_of
 
-from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.config.options import parse_options
 from manygpus.data.datasets import InMemoryDataset, load_dataset
 from manygpus.data.loaders import DistributedBatchSampler, UnpaddedEvalSampler, eval_loader, train_loader
@@ -90,7 +90,7 @@ def test_three_ranks_evaluate_as_one(script: Script, tmp_path: Path) -> None:
     model = Net(8)
     model.load_state_dict(weights_of(tmp_path))
     opts = parse_options("", arguments=[])
-    _, test_set = load_dataset("mnist", DEFAULT_DIR)
+    _, test_set = load_dataset("mnist", DEFAULT_DATA_DIR)
     tested = evaluate(model, eval_loader(test_set, opts, DistEnv(device=torch.device("cpu"))), F.nll_loss)
     assert row["test_images"] == tested.samples == 10_000
     assert row["test_accuracy"] == pytest.approx(tested.accuracy, abs=1e-6)

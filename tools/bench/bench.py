@@ -22,7 +22,7 @@ from ladder import RUNGS
 
 from manygpus import at_least, errors
 from manygpus.config.command_line import Parser
-from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.data import staging
 from manygpus.devices import accelerator_of, device_name
 from manygpus.files import check_writable
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=at_least(1), default=3, help="turns of speed, ladder and ddp (default: 3)"
     )
-    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DATA_DIR, help="where MNIST is")
     parser.add_argument(
         "--out", type=Path, default=HERE / "out", help="for the CSVs (default: tools/bench/out)"
     )

@@ -15,7 +15,7 @@ from classic_mnist import Net as ClassicNet
 from torch import nn
 
 from manygpus import load_dataset
-from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.data.loaders import Batch, DistributedBatchSampler, ResidentBatches
 from manygpus.network.model import Dropout
 from manygpus.training.process_tuning import keep_freed_memory
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("rung", type=int, choices=range(len(RUNGS)))
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR)
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DATA_DIR)
     args = parser.parse_args()
     have = set(RUNGS[: args.rung + 1])
 

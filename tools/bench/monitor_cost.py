@@ -15,7 +15,7 @@ import psutil
 
 from manygpus import errors
 from manygpus.config.command_line import Parser
-from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.data import staging
 from manygpus.files import check_writable
 from manygpus.jobs.site import OPTION_TEMPLATES, Site
@@ -40,7 +40,7 @@ DRAWS = 2_000  # resamplings of the pairs, for the interval
 @errors.entrypoint
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DATA_DIR, help="where MNIST is")
     parser.add_argument("--out", type=Path, default=HERE / "out", help="default: tools/bench/out")
     args = parser.parse_args()
     staging.check("mnist", args.data_dir)

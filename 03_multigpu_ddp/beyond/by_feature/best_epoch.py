@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from manygpus import (
+    BestWeights,
     Metric,
     Net,
     Options,
@@ -30,7 +31,6 @@ from manygpus import (
     train_loader,
     tune_process,
 )
-from manygpus.training.best import Best
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def main() -> None:
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
     # Rank 0 keeps the best weights in its memory, and every checkpoint contains them, too.
-    best = Best(model)
+    best = BestWeights(model)
     run = Run(
         "ddp-best-epoch",
         opts,

@@ -10,6 +10,7 @@ from gpt_model import GPTOptions, build_model, build_optimizer, compile_blocks, 
 from torch import nn
 
 from manygpus import (
+    BestWeights,
     Run,
     destroy_distributed,
     entrypoint,
@@ -20,7 +21,6 @@ from manygpus import (
     resolve_precision,
     tune_process,
 )
-from manygpus.training.best import Best
 
 
 @entrypoint
@@ -47,7 +47,7 @@ def main() -> None:
     optimizer, lr_scheduler = build_optimizer(opts, model, opts.epochs * len(train_batches))
 
     best_file = opts.checkpoint_dir / "best.pt" if opts.checkpoint_dir else None
-    best = Best(model, path=best_file)
+    best = BestWeights(model, path=best_file)
     run = Run(
         run_name("gpt-ddp", opts),
         opts,

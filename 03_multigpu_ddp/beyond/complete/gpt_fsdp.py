@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 
 from manygpus import (
+    BestWeights,
     Run,
     Sharded,
     destroy_distributed,
@@ -25,7 +26,6 @@ from manygpus import (
     tune_process,
 )
 from manygpus.checkpoint.sharded import check_pytorch
-from manygpus.training.best import Best
 
 
 @entrypoint
@@ -66,7 +66,7 @@ def main() -> None:
 
     sharded = Sharded(model, optimizer)
     best_file = opts.checkpoint_dir / "best.pt" if opts.checkpoint_dir else None
-    best = Best(model, sharded, best_file)
+    best = BestWeights(model, sharded, best_file)
     run = Run(
         run_name("gpt-fsdp", opts),
         opts,

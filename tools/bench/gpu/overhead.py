@@ -31,7 +31,7 @@ from manygpus import (
     train_loader,
 )
 from manygpus.config import options
-from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.data import loaders as batches
 from manygpus.data.loaders import Batches, DistributedBatchSampler, ResidentBatches
 from manygpus.distributed import process_group
@@ -49,7 +49,7 @@ def main() -> None:
     )
     parser.add_argument("shapes", nargs="*", metavar="BATCH", help="128, 1024 (default: both)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
-    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DATA_DIR, help="where MNIST is")
     parser.add_argument("--steps", type=int, default=150, help="of a loop and turn (default: %(default)s)")
     args = parser.parse_args()
     table = Table(args.out, COLUMNS)

@@ -24,7 +24,7 @@ from measuring import DEVICE, Table, captured, steps_per_s
 from torch import nn
 
 from manygpus import InMemoryDataset, Net, load_dataset
-from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.data.loaders import DistributedBatchSampler, ResidentBatches
 from manygpus.record import records
 from manygpus.training.precision import set_float32_precision
@@ -88,7 +88,7 @@ def main() -> None:
     )
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)} (default: all)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
-    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DATA_DIR, help="where MNIST is")
     parser.add_argument("--seconds", type=float, default=0.35, help="of a window (default: %(default)s)")
     parser.add_argument("--kit-seconds", type=float, default=3.1, help="of an epoch (default: %(default)s)")
     parser.add_argument("--compile-only", action="store_true", help="only fill the cache of torch.compile")

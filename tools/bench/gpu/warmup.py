@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from measuring import DEVICE, Table, wait
 
 from manygpus import Net, load_dataset, normalize
-from manygpus.config.known_datasets import DEFAULT_DIR
+from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.data.loaders import DistributedBatchSampler
 from manygpus.training.precision import set_float32_precision
 
@@ -169,7 +169,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
-    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DIR, help="where MNIST is")
+    parser.add_argument("--data-dir", type=Path, default=DEFAULT_DATA_DIR, help="where MNIST is")
     parser.add_argument(
         "--images", type=int, nargs="+", default=[20_000, 60_000], metavar="N",
         help="of an epoch, one size after the other (default: 20000 60000)",

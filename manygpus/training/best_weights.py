@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from manygpus.checkpoint.sharded import Sharded
 
 
-class Best:
+class BestWeights:
     """The weights of the epoch with the lowest validation loss so far; `epoch` is 0 before the first.
 
     With a `path` they are written to that file. Otherwise rank 0 has them in its memory, and its checkpoints
