@@ -213,9 +213,9 @@ def _explanation(error: Exception) -> str | None:
     """Return what to say of a known error of PyTorch or of the system; None for other errors."""
     if isinstance(error, RuntimeError):
         for pattern, sentence in _SENTENCES.items():
-            found = re.search(pattern, str(error))
-            if found:
-                return sentence.format(found=found[0].strip())
+            match = re.search(pattern, str(error))
+            if match:
+                return sentence.format(found=match[0].strip())
     if isinstance(error, OSError) and error.errno in NO_SPACE and rank_of() is None:
         # On the login node a full quota is what HPC users meet most often. A check before cannot foresee
         # it: the first files may fit. In a rank the traceback tells which file it was.

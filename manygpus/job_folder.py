@@ -112,12 +112,12 @@ def note(state: str, text: str = "") -> None:
 
 def notes(folder: Path, *states: str) -> dict[int, Path]:
     """Return the notes of the ranks that are in one of `states`, by rank."""
-    found: dict[int, Path] = {}
+    notes_by_rank: dict[int, Path] = {}
     for path in folder.glob("rank-*"):
         name = NOTE.fullmatch(path.name)
         if name and name[2] in states:
-            found[int(name[1])] = path
-    return dict(sorted(found.items()))
+            notes_by_rank[int(name[1])] = path
+    return dict(sorted(notes_by_rank.items()))
 
 
 def read(note: Path) -> str:

@@ -323,9 +323,9 @@ class Mpirun(Launcher):
 
         Other nodes cannot know where rank 0 runs: mpirun tells it to MPI's own library only.
         """
-        told = super().main_address()
-        if told is not None or self.num_nodes() > 1:
-            return told
+        address = super().main_address()
+        if address is not None or self.num_nodes() > 1:
+            return address
         host = self.environ.get("MASTER_ADDR", "localhost")
         port = self.environ.get("MASTER_PORT") or self._port_of_this_mpirun()
         return None if port is None else Address(host, port)
@@ -538,8 +538,8 @@ def local_world_size_of_step(environ: Mapping[str, str], world_size: int, num_no
     for tasks, repeats in entries:
         tasks_of_nodes += [int(tasks)] * int(repeats or 1)
     node_number = environ.get("SLURM_NODEID", "")
-    told = sum(tasks_of_nodes) == world_size and node_number.isdecimal()
-    if told and int(node_number) < len(tasks_of_nodes):
+    is_of_this_step = sum(tasks_of_nodes) == world_size and node_number.isdecimal()
+    if is_of_this_step and int(node_number) < len(tasks_of_nodes):
         return tasks_of_nodes[int(node_number)]
     return max(world_size // num_nodes, 1)
 

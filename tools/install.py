@@ -33,17 +33,17 @@ SECTIONS = ("global", "install", ":env:")
 
 def main() -> int:
     """Install what the command line names, editable; return the exit code."""
-    what = sys.argv[1:]
+    extras = sys.argv[1:]
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     variables = uv_variables(_printed_by("-m", "pip", "config", "list"))
     uv = find_uv() if variables is not None else None
     if uv:
         # As pip does: in a class that shares an environment, only its owner could keep what a start compiles.
         command = [uv, "pip", "install", *quiet, "--python", sys.executable, "--compile-bytecode"]
-        if subprocess.run([*command, "--editable", *what], env=os.environ | variables).returncode == 0:
+        if subprocess.run([*command, "--editable", *extras], env=os.environ | variables).returncode == 0:
             return 0
         print("uv could not install them; trying pip ...", flush=True)
-    return subprocess.run([*_pip_install(*quiet), "--editable", *what]).returncode
+    return subprocess.run([*_pip_install(*quiet), "--editable", *extras]).returncode
 
 
 def uv_variables(pip_settings: str) -> dict[str, str] | None:
@@ -71,13 +71,13 @@ def uv_variables(pip_settings: str) -> dict[str, str] | None:
 
 def find_uv() -> str | None:
     """Return the path of a uv that works: the user's own, else one that pip puts into this environment."""
-    own = str(Path(sys.executable).with_name("uv"))
+    in_this_environment = str(Path(sys.executable).with_name("uv"))
     on_path = shutil.which("uv")
     if on_path and _works(on_path):
         return on_path
-    if not _works(own):
+    if not _works(in_this_environment):
         subprocess.run(_pip_install("--quiet", "uv"), capture_output=True)
-    return own if _works(own) else None
+    return in_this_environment if _works(in_this_environment) else None
 
 
 def _works(uv: str) -> bool:

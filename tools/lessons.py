@@ -70,7 +70,7 @@ def files(*patterns: str) -> list[Path]:
 def commands(on_a_cluster: bool) -> list[tuple[Path, str]]:
     """Every block of commands of every README, either those that need a Slurm or the others."""
     blocks = [(readme, block) for readme in files("*.md") for block in COMMANDS.findall(readme.read_text())]
-    return [found for found in blocks if bool(NEEDS_SLURM.search(found[1])) == on_a_cluster]
+    return [(readme, block) for readme, block in blocks if bool(NEEDS_SLURM.search(block)) == on_a_cluster]
 
 
 def starts_in(readme: Path) -> Path:

@@ -434,12 +434,12 @@ class Checkpointer:
     # --- resuming -----------------------------------------------------------------------------------
 
     def _load_newest(self) -> None:
-        found = self._newest_readable()
-        if found is None:
+        newest = self._newest_readable()
+        if newest is None:
             return
-        path = found.path
-        process_group.on_rank_0(lambda: self._check_same_training(found))
-        checkpoint = Checkpoint(**found.state)
+        path = newest.path
+        process_group.on_rank_0(lambda: self._check_same_training(newest))
+        checkpoint = Checkpoint(**newest.state)
         with fitting(path, DIFFERENT_FOLDER):
             load_parts(self._parts, checkpoint.parts)
             for name, part in self._sharded.items():
@@ -483,13 +483,13 @@ class Checkpointer:
         if damaged:
             raise UserError(f"no checkpoint in {self.folder} can be read: {DIFFERENT_FOLDER}")
 
-    def _check_same_training(self, found: NewestCheckpoint) -> None:
+    def _check_same_training(self, newest: NewestCheckpoint) -> None:
         """Check that a checkpoint is of this training; on rank 0.
 
         Raises:
             UserError: if it is of another one, or of another version.
         """
-        path, state = found
+        path, state = newest
         version = state.get("version")
         if version != VERSION:
             raise UserError(
@@ -497,8 +497,8 @@ class Checkpointer:
             )
         checkpoint = Checkpoint(**state)
         if _is_folder(path) != bool(self._sharded):
-            how = "split" if _is_folder(path) else "not split"
-            raise UserError(f"the network of {path} is {how} over ranks: {DIFFERENT_FOLDER}")
+            split_or_not = "split" if _is_folder(path) else "not split"
+            raise UserError(f"the network of {path} is {split_or_not} over ranks: {DIFFERENT_FOLDER}")
         saved = checkpoint.settings
         differ = []
         for name in self._settings | saved:

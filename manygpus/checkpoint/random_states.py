@@ -31,9 +31,9 @@ def set_rng_states(states: dict[str, object]) -> bool:
 
 def seed_anew(seed: int) -> None:
     """Seed this process's generators, each rank's with a number of its own."""
-    own = (seed + process_group.rank()) % 2**32
-    random.seed(own)
-    np.random.seed(own)
+    rank_seed = (seed + process_group.rank()) % 2**32
+    random.seed(rank_seed)
+    np.random.seed(rank_seed)
     torch.manual_seed(seed + process_group.rank())
     if process_group.count() == 1:  # DataParallel's GPUs all belong to one process
         devices.seed_gpus(seed)

@@ -159,13 +159,13 @@ def _flat(state: dict[str, dict[str, object]]) -> dict[str, object]:
     return {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
 
 
-def _check_same(own: dict[str, object], saved: Metadata) -> None:
+def _check_same(rank_state: dict[str, object], saved: Metadata) -> None:
     """Raise a ValueError if the ranks together have not the tensors that were saved, of the same shapes.
 
     DCP itself ignores what it is not asked for.
     """
     shapes_of_ranks = process_group.gather(
-        {name: tuple(value.shape) for name, value in own.items() if isinstance(value, torch.Tensor)}
+        {name: tuple(value.shape) for name, value in rank_state.items() if isinstance(value, torch.Tensor)}
     )
     shapes = {name: shape for rank_shapes in shapes_of_ranks for name, shape in rank_shapes.items()}
     saved_shapes = {
@@ -178,13 +178,13 @@ def _check_same(own: dict[str, object], saved: Metadata) -> None:
 
 
 # Tensors travel one by one: a GPU may have no room for more.
-def _gathered(own: dict[str, object]) -> dict[str, object]:
+def _gathered(rank_state: dict[str, object]) -> dict[str, object]:
     """Return on rank 0, in the memory of the CPU, what the ranks have by name; {} on the others."""
     owners, whole = {}, {}
-    for rank, names in enumerate(process_group.gather([*own])):
+    for rank, names in enumerate(process_group.gather([*rank_state])):
         owners |= {name: rank for name in names if name not in owners}
     for name, owner in owners.items():
-        value = own.get(name)
+        value = rank_state.get(name)
         if is_sharded(value):
             value = value.full_tensor()
         if isinstance(value, torch.Tensor) and process_group.rank() in (0, owner):

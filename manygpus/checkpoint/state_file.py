@@ -264,8 +264,8 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, object]) 
     PyTorch refuse fused kernels.
     """
     inner = inner_optimizer(optimizer)
-    for saved, own in zip(state["param_groups"], inner.param_groups, strict=False):  # PyTorch compares them
-        saved.update({name: own[name] for name in KERNELS & own.keys()})
+    for saved, group in zip(state["param_groups"], inner.param_groups, strict=False):  # PyTorch compares them
+        saved.update({name: group[name] for name in KERNELS & group.keys()})
     optimizer.load_state_dict(state)
     _lay_out(inner.optim.state if is_zero_optimizer(inner) else inner.state)
 

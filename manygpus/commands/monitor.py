@@ -105,12 +105,12 @@ def _find_job(job: str) -> Path:
 
 def _find_array_element(job: str, jobs_dir: Path) -> Path:
     """Return the folder of a job of an array: it is called by a number of its own."""
-    found = []
+    folders = []
     for path in jobs_dir.glob(f"[0-9]*/{job_folder.SCRIPT}"):
         script = job_folder.read_script(path.parent)
         if script and script.array_element == job:
-            found.append(path.parent)
-    return _latest(found, job, jobs_dir)
+            folders.append(path.parent)
+    return _latest(folders, job, jobs_dir)
 
 
 def _latest(folders: list[Path], job: str, jobs_dir: Path) -> Path:

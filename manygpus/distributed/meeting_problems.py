@@ -40,8 +40,8 @@ def no_store(master: str, port: int, opens_it: bool, error: Exception) -> Proble
     # github.com/pytorch/pytorch/issues/73656: the address that rank 0 was given is not its machine's.
     if opens_it and not any(_is_of_this_machine(address) for address in host_names.addresses(master)):
         other_machine = host_names.with_addresses(master)
-        what = f"rank 0 runs on {node()}, and MASTER_ADDR is another machine ({other_machine})"
-        return Problem(what, "set it to the node that rank 0 runs on")
+        wrong_address = f"rank 0 runs on {node()}, and MASTER_ADDR is another machine ({other_machine})"
+        return Problem(wrong_address, "set it to the node that rank 0 runs on")
     problem_of_connecting = _try_to_connect(master, port)
     if problem_of_connecting:
         return problem_of_connecting
@@ -85,14 +85,14 @@ def missing(ranks: Iterable[int]) -> Problem:
     )
 
 
-def foreign(own: str, other: str) -> Problem:
-    """Return what to say of a store whose rank 0 belongs to the training `other`, and not to `own`.
+def foreign(training: str, other: str) -> Problem:
+    """Return what to say of a store whose rank 0 belongs to the training `other`, and not to `training`.
 
-    Rank 0 of `own` could not open the port, and the others would wait in the wrong store
+    Rank 0 of `training` could not open the port, and the others would wait in the wrong store
     (github.com/pytorch/pytorch/issues/129367).
     """
     return Problem(
-        f"the store there belongs to a different training ({other}; this one: {own})", DIFFERENT_PORT
+        f"the store there belongs to a different training ({other}; this one: {training})", DIFFERENT_PORT
     )
 
 

@@ -206,18 +206,18 @@ def _await_all(store: dist.Store, dist_env: DistEnv, own_card: str, timeout: tim
 
 def _refuse_foreign(store: dist.Store, dist_env: DistEnv, timeout: timedelta) -> None:
     """Raise a UserError if the store is not that of this training: rank 0 says there which it is."""
-    own = _training(dist_env)
+    training = _training(dist_env)
     try:
         store.wait(["training"], timeout)
     except RuntimeError:
         if launchers.launcher_of().opens_store:
             cause = meeting_problems.missing([0])
         else:
-            cause = meeting_problems.foreign(own=own, other="one that does not use manygpus")
+            cause = meeting_problems.foreign(training=training, other="one that does not use manygpus")
         raise _could_not_meet(dist_env, cause) from None
     other = store.get("training").decode()
-    if other != own:
-        raise _could_not_meet(dist_env, meeting_problems.foreign(own=own, other=other))
+    if other != training:
+        raise _could_not_meet(dist_env, meeting_problems.foreign(training=training, other=other))
 
 
 def _roll_key(rank: int) -> str:

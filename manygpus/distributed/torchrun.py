@@ -122,9 +122,9 @@ def _a_rank_per_gpu(arguments: Sequence[str]) -> list[str]:
 
     Nodes may differ, as two of a job with --gpus=3. The ranks share the threads of their one task.
     """
-    given = any(re.match("--nproc[-_]per[-_]node", argument) for argument in arguments)
+    is_given = any(re.match("--nproc[-_]per[-_]node", argument) for argument in arguments)
     gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    if given or not gpus.isdecimal() or int(gpus) == 0:
+    if is_given or not gpus.isdecimal() or int(gpus) == 0:
         return []
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal():

@@ -107,26 +107,26 @@ def error_of(rank: int | None, logs: Mapping[int, Sequence[str]], ranks: int) ->
         ranks: how many there are in all.
     """
     has_its_own = rank in logs and (len(logs) > 1 or ranks <= 1)
-    found = _errors(logs[rank] if has_its_own else logs.get(0, ()))
+    errors = _errors(logs[rank] if has_its_own else logs.get(0, ()))
     if has_its_own:
         # A script that starts its ranks itself has those of all in it. The first has ended the others.
-        several = len({error.rank for error in found if error.rank is not None}) > 1
+        several = len({error.rank for error in errors if error.rank is not None}) > 1
     else:
-        own = [error for error in found if error.rank == rank]
+        errors_of_rank = [error for error in errors if error.rank == rank]
         # Whose the others are is not known, so it is the first that counts.
-        found = own or [error for error in found if error.rank is None]
-        several = rank is None or not own
-    if not found:
+        errors = errors_of_rank or [error for error in errors if error.rank is None]
+        several = rank is None or not errors_of_rank
+    if not errors:
         return ""
-    return found[0].text if several else found[-1].text
+    return errors[0].text if several else errors[-1].text
 
 
 def last_error(logs: Mapping[int, Sequence[str]]) -> str:
     """Return the last error in the first log that has one, else the last that Slurm reports; "" for none."""
     for lines in logs.values():
-        found = _errors(lines)
-        if found:
-            return found[-1].text
+        errors = _errors(lines)
+        if errors:
+            return errors[-1].text
     by_slurm = [line for lines in logs.values() for line in lines if ERROR_OF_SLURM.match(line)]
     return by_slurm[-1] if by_slurm else ""
 
@@ -150,7 +150,7 @@ def last_line(lines: Sequence[str], said: Sequence[str] = ()) -> str:
 
 def _errors(lines: Iterable[str]) -> list[Error]:
     """Return the errors in a log, in their order."""
-    found: list[Error] = []
+    errors: list[Error] = []
     # The ranks whose traceback has not ended so far.
     within: set[int | None] = set()
     is_chained = False
@@ -167,11 +167,11 @@ def _errors(lines: Iterable[str]) -> list[Error]:
         if OF_TORCHRUN.match(text) or not (ends_a_traceback or ERROR.match(text)):
             continue
         within.discard(rank)
-        if is_chained and found and found[-1].rank == rank:
-            found.pop()
+        if is_chained and errors and errors[-1].rank == rank:
+            errors.pop()
         is_chained = False
-        found.append(Error(rank, text.rstrip()))
-    return found
+        errors.append(Error(rank, text.rstrip()))
+    return errors
 
 
 def _lines(text: bytes) -> list[str]:

@@ -145,11 +145,11 @@ def newest(words: Sequence[str]) -> list[str]:
     nothing has been saved, and there are no words: with them the script would look for it in vain, and end
     (seen: MAE's main_pretrain.py, preempted in its first epoch, lost its place in the queue).
     """
-    found = []
+    newest_words = []
     for word in words:
         option_and_path = WITH_PATH.fullmatch(word)
         if not option_and_path:
-            found.append(word)
+            newest_words.append(word)
             continue
         option, path = option_and_path.groups(default="")
         # Other special characters may be in the names of folders.
@@ -158,8 +158,8 @@ def newest(words: Sequence[str]) -> list[str]:
         times = {name: Path(name).stat().st_mtime_ns for name in names if Path(name).exists()}
         if not times:
             return []
-        found.append(option + max(times, key=times.get))
-    return found
+        newest_words.append(option + max(times, key=times.get))
+    return newest_words
 
 
 def without_the_kit(path: str) -> str:
@@ -322,8 +322,8 @@ def _installed(name: str, python: Path | None) -> Path | None:
     on_path = os.environ.get("PATH", os.defpath)
     # The environment of the job's own Python may not be active where the job is sent from.
     places = [str(python.parent), on_path] if python else [on_path, str(Path(sys.executable).parent)]
-    found = shutil.which(name, path=os.pathsep.join(places))
-    return Path(found) if found else None
+    path = shutil.which(name, path=os.pathsep.join(places))
+    return Path(path) if path else None
 
 
 def _starter(path: Path, name: str) -> tuple[str, ...]:

@@ -175,9 +175,9 @@ class MLflowLogger:
 
         self._client = MlflowClient(self._tracking_uri)
         experiment_id = _experiment_id(self._client, self._experiment)
-        found = self._client.search_runs([experiment_id], f"tags.manygpus_run = '{run_id}'")
-        if found:
-            self._run_id = found[0].info.run_id
+        earlier_runs = self._client.search_runs([experiment_id], f"tags.manygpus_run = '{run_id}'")
+        if earlier_runs:
+            self._run_id = earlier_runs[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             return
         created = self._client.create_run(experiment_id, run_name=run_id, tags={"manygpus_run": run_id})
@@ -198,9 +198,9 @@ def _experiment_id(client: "MlflowClient", name: str) -> str:
     """Return the id of the experiment, which is made unless it is there."""
     from mlflow.exceptions import MlflowException
 
-    found = client.get_experiment_by_name(name)
-    if found:
-        return found.experiment_id
+    experiment = client.get_experiment_by_name(name)
+    if experiment:
+        return experiment.experiment_id
     try:
         return client.create_experiment(name)
     except MlflowException:

@@ -108,8 +108,8 @@ def _are_equal(norms_of_ranks: list[list[list[float]]]) -> bool:
     Those that are 0, or no numbers, tell nothing.
     """
     first, *others = norms_of_ranks
-    told = any(0 < norm < math.inf for norms in first for norm in norms)
-    return told and all(other == first for other in others)
+    are_known = any(0 < norm < math.inf for norms in first for norm in norms)
+    return are_known and all(other == first for other in others)
 
 
 def _alike(

@@ -63,11 +63,11 @@ def take_own_cores(local_rank: int, local_world_size: int) -> None:
     """
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // local_world_size
-    own = cores[local_rank * share :][:share]
-    if own:
+    rank_cores = cores[local_rank * share :][:share]
+    if rank_cores:
         for thread in Path("/proc/self/task").iterdir():
             with suppress(ProcessLookupError):  # it has ended since
-                os.sched_setaffinity(int(thread.name), own)
+                os.sched_setaffinity(int(thread.name), rank_cores)
 
 
 def keep_freed_memory() -> None:
@@ -87,11 +87,11 @@ def limit_threads(cores_by_rank: Sequence[Cores]) -> None:
 
     The CPUs that Slurm gives a rank may be shared: on the practice cluster all nodes are one machine.
     """
-    own = own_cores()
+    this_rank = own_cores()
     ranks_on_core = Counter()
     for rank in cores_by_rank:
-        if rank.host == own.host:
+        if rank.host == this_rank.host:
             ranks_on_core.update(rank.cores)
-    share = sum(1 / ranks_on_core[core] for core in own.cores)
+    share = sum(1 / ranks_on_core[core] for core in this_rank.cores)
     threads = min(torch.get_num_threads(), int(share + ROUNDING_ERROR))
     torch.set_num_threads(max(1, threads))

@@ -75,16 +75,16 @@ class Exercise:
 
     @cached_property
     def hints(self) -> list[str]:
-        text = "\n" + self.plain["HINTS"]
+        text = "\n" + self.constants["HINTS"]
         return [hint.partition("\n")[2].strip() for hint in text.split("\n## ")[1:]]
 
     @property
-    def program(self) -> dict[str, object]:
+    def definitions(self) -> dict[str, object]:
         """Return what check.py defines."""
         return runpy.run_path(str(self.folder / "check.py"))
 
     @cached_property
-    def plain(self) -> dict[str, object]:
+    def constants(self) -> dict[str, object]:
         """Return the plain texts, lists and dicts in check.py, without running it, which loads PyTorch."""
         constants = {}
         for node in ast.parse((self.folder / "check.py").read_text()).body:
@@ -127,7 +127,7 @@ class Exercise:
         # A check says the same on every machine, and it may fork, which CUDA does not survive.
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         try:
-            answer = self.program["check"](self.workspace)
+            answer = self.definitions["check"](self.workspace)
         except UserError as error:
             answer = error
         except BaseException as error:
@@ -146,7 +146,7 @@ class Exercise:
             return
         # A `?` in place of each value in lines `name = value  # comment`.
         blank = re.sub(
-            r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.plain["ANSWERS"], flags=re.MULTILINE
+            r"^(\w+ =) [^#\n]*?( *#.*)?$", rf"\1 {OPEN}\2", self.constants["ANSWERS"], flags=re.MULTILINE
         )
         # A class may share one checkout.
         advice = "free some space, or work in a checkout of your own; `reset` then restores the files."
@@ -174,8 +174,8 @@ class Exercise:
     @property
     def solution(self) -> dict[str, str]:
         """Return the text of the finished files that the learner changes, by name."""
-        finished = {ANSWERS: self.plain["ANSWERS"]}
-        for name, diff in self.plain.get("SOLUTION", {}).items():
+        finished = {ANSWERS: self.constants["ANSWERS"]}
+        for name, diff in self.constants.get("SOLUTION", {}).items():
             finished[name] = _patched((self.folder / "starter" / name).read_text(), diff)
         return finished
 
@@ -338,7 +338,7 @@ def _reset(_: Workbook, exercise: Exercise) -> int:
 
 def _recorded(_: Workbook, exercise: Exercise) -> int:
     """Copy the recorded runs to the place of the learner's own, which are kept under another name."""
-    recorded = exercise.program.get("RECORDED")
+    recorded = exercise.definitions.get("RECORDED")
     if not recorded:
         raise UserError(f"there are no recorded runs for {exercise.name}, which needs none.")
     repository = exercise.folder.parents[2]

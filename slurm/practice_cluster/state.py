@@ -80,14 +80,14 @@ def check_folder(name: str) -> None:
     Any user may write to /tmp, and can guess the name.
     """
     try:
-        found = folder(name).lstat()
+        status = folder(name).lstat()
     except FileNotFoundError:
         return
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         fault = "no folder of its own"
-    elif found.st_uid != os.getuid():
+    elif status.st_uid != os.getuid():
         fault = "another user's"
-    elif stat.S_IMODE(found.st_mode) & 0o077:
+    elif stat.S_IMODE(status.st_mode) & 0o077:
         fault = "open to other users"
     else:
         return

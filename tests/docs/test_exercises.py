@@ -333,7 +333,7 @@ def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", script]
     spy = [Path(sys.executable).parent / "py-spy", "dump", "--locals", "--subprocesses", "--pid"]
     stands = re.compile(r"\(train\.py:(\d+)\).*?^ +rank: (\d)", re.MULTILINE | re.DOTALL)
-    expected, found, said = [("30", "1"), ("44", "0"), ("44", "2")], [], ""
+    expected, places, said = [("30", "1"), ("44", "0"), ("44", "2")], [], ""
     with subprocess.Popen(torchrun, env=ENVIRONMENT) as running:
         try:
             for _ in range(60):
@@ -342,14 +342,14 @@ def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
                 if "Permission Denied" in done.stderr:
                     pytest.skip("the system lets no process look into another one")
                 said = done.stdout
-                found = sorted(
+                places = sorted(
                     rank.groups() for part in said.split("\nProcess ") if (rank := stands.search(part))
                 )
-                if found == expected:
+                if places == expected:
                     break
         finally:
             running.terminate()
-    assert found == expected, said
+    assert places == expected, said
 
 
 PROFILE = REPOSITORY / "03_multigpu_ddp" / "exercises" / "15_profile"

@@ -130,12 +130,12 @@ def processes() -> Picture:
                     picture.arrow((rank, 302), (rank, 316))
         for rank, middle in enumerate(middles):
             picture.box(middle - 38, 318, 76, 38, f"rank {rank}", fill="compute-tint", stroke="compute")
-        told = (
+        words = (
             ["torchrun tells each rank its number:", "RANK, LOCAL_RANK, WORLD_SIZE"]
             if torchrun
             else ["Slurm tells each rank its number:", "SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS"]
         )
-        picture.lines(left + 191, 398, told, anchor="middle")
+        picture.lines(left + 191, 398, words, anchor="middle")
     return picture
 
 

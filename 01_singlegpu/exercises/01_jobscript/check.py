@@ -291,15 +291,15 @@ def _check_start(called: dict, folder: Path, cores: str) -> None:
     line = " ".join(called["arguments"])
     options, python, rest = re.match(r"(.*?)(\S*python[\d.]*(?= )|$)(.*)", line).groups()
     passed = re.search(r"(?:--cpus-per-task|-c)[= ]*(\d+)", options)
-    given = passed[1] if passed else called["cores"]
-    if given is None:
+    number = passed[1] if passed else called["cores"]
+    if number is None:
         raise Wrong(
             f"mine/{JOB}: in Slurm 22.05 to 23.02, srun ignores the --cpus-per-task of #SBATCH, so the "
             "training gets only one core."
         )
-    if given != cores:
+    if number != cores:
         raise Wrong(
-            f"mine/{JOB}: srun starts the training with {given} core(s), but #SBATCH asks for {cores}. Pass "
+            f"mine/{JOB}: srun starts the training with {number} core(s), but #SBATCH asks for {cores}. Pass "
             "on $SLURM_CPUS_PER_TASK."
         )
     tasks = re.search(r"(?:--ntasks|-n)[= ]*(\d+)", options)

@@ -142,7 +142,9 @@ def _watched(path: Path) -> Watched:
             f"mine/runs/{path.name} has no verdict, since nothing monitored the run. Remove it, and run it "
             "again as the README shows."
         ) from None
-    return Watched(rows[-1], speed, 100 * waited / seconds, [found["kind"] for found in verdict["findings"]])
+    return Watched(
+        rows[-1], speed, 100 * waited / seconds, [finding["kind"] for finding in verdict["findings"]]
+    )
 
 
 def _two(runs: list[Watched]) -> tuple[Watched, Watched]:

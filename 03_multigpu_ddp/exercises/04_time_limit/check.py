@@ -83,8 +83,8 @@ def check(workspace: Workspace) -> str:
         raise Wrong(
             "In the log, no limit has stopped the training: no `resumed from` follows a `saved and stopped`."
         )
-    given = answers.number("epoch"), answers.number("step")
-    if given != (killed.epoch, killed.step):
+    answered = answers.number("epoch"), answers.number("step")
+    if answered != (killed.epoch, killed.step):
         raise Wrong(
             "After kill -9 the training does not resume at your `epoch` and `step`. Both are in the first "
             "`resumed from` that no `saved and stopped` precedes."

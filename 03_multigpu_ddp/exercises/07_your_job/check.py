@@ -116,8 +116,8 @@ def _check_end(row: JobRow) -> None:
 
 
 def _check_verdict(answer: str, folder: Path) -> None:
-    told = job_folder.read(folder / samples.FOLDER / samples.TOLD).splitlines()
-    lines = [line.removeprefix("watch").strip() for line in told]
+    log_lines = job_folder.read(folder / samples.FOLDER / samples.TOLD).splitlines()
+    lines = [line.removeprefix("watch").strip() for line in log_lines]
     if not lines:
         return  # a site may have switched the monitor off
     said = [number for number, line in enumerate(lines, start=1) if answer.strip()[:30] in line]

@@ -187,9 +187,9 @@ def _check_ranks(answers: Answers) -> int:
         raise Wrong(f"There is no rank {answers['rank']} in this job: its four ranks are 0 to 3.")
     if answers["node"].strip() != killed[1]:
         raise Wrong(f"The node of rank {rank} is in the line of srun that says how the rank ended.")
-    how = answers.word("how", "killed", *HOW)
-    if how != "killed":
-        raise Wrong(HOW[how])
+    ending = answers.word("how", "killed", *HOW)
+    if ending != "killed":
+        raise Wrong(HOW[ending])
     if answers.number("line") != 1 + log[: killed.start()].count("\n"):
         raise Wrong(
             f"`line` is not {answers['line']}: the first lines with an error are from a rank that complains. "
@@ -221,14 +221,14 @@ def _check_gpus(answers: Answers) -> tuple[Job, float]:
             "its nodes."
         )
     wasted = idle * wasteful.hours
-    given = answers.number("gpu_hours")
-    if not is_close(given, wasted, 0.03):
+    gpu_hours = answers.number("gpu_hours")
+    if not is_close(gpu_hours, wasted, 0.03):
         hint = f"multiply {idle} GPUs by the hours of the job."
-        if is_close(given, wasteful.gpus * wasteful.hours, 0.03):
+        if is_close(gpu_hours, wasteful.gpus * wasteful.hours, 0.03):
             hint = "that is what all its GPUs cost, but two of them worked."
-        if is_close(given, 60 * wasted, 0.03) or is_close(given, 3600 * wasted, 0.03):
+        if is_close(gpu_hours, 60 * wasted, 0.03) or is_close(gpu_hours, 3600 * wasted, 0.03):
             hint = "Elapsed is hours:minutes:seconds, and an hour has 3600 seconds."
-        raise Wrong(f"`gpu_hours` is not {given:g}: {hint}")
+        raise Wrong(f"`gpu_hours` is not {gpu_hours:g}: {hint}")
     return wasteful, wasted
 
 

@@ -223,27 +223,28 @@ def check_decision(
     if min(seeds) >= REQUIRED:
         return
     worst, best = min(seeds), max(seeds)
-    how = f"`{name}`, rule {chosen.rule}, {chosen.warmup_updates} updates of warm-up"
+    case = f"`{name}`, rule {chosen.rule}, {chosen.warmup_updates} updates of warm-up"
     if best >= REQUIRED:
         raise Wrong(
-            f"{how}: that is the best of one seed. It ends at {best:g} %, and a different seed at {worst:g} "
+            f"{case}: that is the best of one seed. It ends at {best:g} %, and a different seed at {worst:g} "
             "%. Your training runs once, so count on the worst."
         )
     guessing = sum(accuracy < GUESSING for accuracy in seeds)
     if guessing:
         raise Wrong(
-            f"{how}: {guessing} of {len(seeds)} seeds only guess ({worst:g} %). The learning rate has grown "
+            f"{case}: {guessing} of {len(seeds)} seeds only guess ({worst:g} %). The learning rate has grown "
             f"16 times, and a warm-up of {chosen.warmup_updates} updates is too short for it."
         )
     if chosen.rule == "none":
-        raise Wrong(f"{how}: without a rule, 95 updates are too few. The best seed ends at {best:g} %.")
+        raise Wrong(f"{case}: without a rule, 95 updates are too few. The best seed ends at {best:g} %.")
     if chosen.rule == "sqrt":
         raise Wrong(
-            f"{how}: the square root is too cautious for {optimizer}, with only 95 updates. The best seed "
+            f"{case}: the square root is too cautious for {optimizer}, with only 95 updates. The best seed "
             f"ends at {best:g} %."
         )
     raise Wrong(
-        f"{how}: a warm-up of {chosen.warmup_updates} updates is too short. The best seed ends at {best:g} %."
+        f"{case}: a warm-up of {chosen.warmup_updates} updates is too short. The best seed ends at "
+        f"{best:g} %."
     )
 
 

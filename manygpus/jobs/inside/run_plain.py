@@ -67,10 +67,10 @@ def run(program: Program, arguments: Sequence[str], noted: bool = False) -> NoRe
         # As a shell tells of a signal.
         exit_code = 128 - exit_code
         # The table of a sweep has the code; why a job failed is the first line.
-        how = f"{died}\nexit code {exit_code}"
+        ending = f"{died}\nexit code {exit_code}"
     else:
-        how = f"ended with exit code {exit_code}"
-    job_folder.note("failed", f"rank {dist_env.rank} {how}")
+        ending = f"ended with exit code {exit_code}"
+    job_folder.note("failed", f"rank {dist_env.rank} {ending}")
     sys.exit(1 if exit_code == SUBMITIT_STARTS_AGAIN else exit_code)
 
 

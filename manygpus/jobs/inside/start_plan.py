@@ -243,10 +243,10 @@ def _refuse_several_tasks(job: JobStart) -> None:
 
 def _seconds(text: str) -> int | None:
     """Return a duration in Slurm's words, such as 1-02:03:04; None if it is none, such as UNLIMITED."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if not found:
+    duration = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not duration:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in duration.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
@@ -305,10 +305,10 @@ def _counts(text: str) -> list[int]:
 
 def _threads(variables: Mapping[str, str], cpus_per_rank: int) -> int:
     """Return OMP_NUM_THREADS of the site or of the user, else a thread for each CPU of a rank."""
-    given = variables.get("OMP_NUM_THREADS", "")
-    if not given:
+    wanted = variables.get("OMP_NUM_THREADS", "")
+    if not wanted:
         return cpus_per_rank
-    first = given.partition(",")[0]  # OpenMP takes a list, for threads within threads
+    first = wanted.partition(",")[0]  # OpenMP takes a list, for threads within threads
     if not re.fullmatch("[1-9][0-9]*", first):
         raise UserError(f"OMP_NUM_THREADS is '{first}', which is not a number of threads: unset it.")
     return int(first)

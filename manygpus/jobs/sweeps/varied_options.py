@@ -129,8 +129,8 @@ def filled(
     values = {**known, **dict(settings)}
     named = in_braces(arguments)
 
-    def value(found: re.Match[str]) -> str:
-        return str(values.get(found[1], found[0]))
+    def value(name: re.Match[str]) -> str:
+        return str(values.get(name[1], name[0]))
 
     words = []
     for argument in arguments:

@@ -174,9 +174,9 @@ def _of_this_machine(number: str, folder: Path) -> JobRow:
 
 def _why(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:
     """Return why a job has failed: by its outcome, else by Slurm, else its exit code."""
-    told = outcome_rules.reason(folder, outcome, "" if state_in_slurm == slurm.GONE else state_in_slurm)
-    if told:
-        return told
+    reason = outcome_rules.reason(folder, outcome, "" if state_in_slurm == slurm.GONE else state_in_slurm)
+    if reason:
+        return reason
     return f"exit code {outcome.exit_code}" if outcome else "it ended before it could say why"
 
 
@@ -185,8 +185,8 @@ def _verdict(folder: Path) -> str:
     findings = samples.read_findings(folder / samples.FOLDER)
     if findings:
         return str(findings[0]["sentence"])
-    told = job_folder.read(folder / samples.FOLDER / samples.TOLD)
-    return log_words.text_of(log_words.WATCH, told.partition("\n")[0])
+    verdict_lines = job_folder.read(folder / samples.FOLDER / samples.TOLD)
+    return log_words.text_of(log_words.WATCH, verdict_lines.partition("\n")[0])
 
 
 def _script_words(script: Script) -> str:

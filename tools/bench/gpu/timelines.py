@@ -113,14 +113,14 @@ def read(trace: Path) -> list[dict[str, object]]:
 
 def outermost(operators: list[dict]) -> list[dict]:
     """Return the operators that no other of their thread has called."""
-    found = []
+    without_caller = []
     ends = {}  # of the last one found, by thread
     for operator in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
         thread = operator["tid"]
         if operator["ts"] >= ends.get(thread, 0):
-            found.append(operator)
+            without_caller.append(operator)
             ends[thread] = operator["ts"] + operator["dur"]
-    return found
+    return without_caller
 
 
 def row(lane: str, event: dict, begin: float) -> dict[str, object]:
