@@ -42,12 +42,12 @@ from manygpus import errors
 
 @errors.entrypoint
 def main():
-    facts = {
+    report = {
         "arguments": sys.argv[1:],
         "environment": dict(os.environ),
         "signals": {str(n): str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGUSR2)},
     }
-    Path(os.environ["MANYGPUS_JOB_DIR"], f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+    Path(os.environ["MANYGPUS_JOB_DIR"], f"report-{os.environ['RANK']}.json").write_text(json.dumps(report))
     # here
 
 if __name__ == "__main__":
@@ -59,9 +59,9 @@ def job_folders(checkout: Checkout) -> list[Path]:
     return sorted((checkout.folder / "results" / "jobs" / "submitit").glob("*"))
 
 
-def facts_in(folder: Path) -> list[dict]:
+def reports_in(folder: Path) -> list[dict]:
     """Return what the ranks of the stage `FACTS` printed, in rank order."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("facts-*.json"))]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("report-*.json"))]
 
 
 # --- local processes --------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_a_script_of_ones_own(checkout: Checkout) -> None:
     succeeded(checkout.submit_py("ddp", "--script", "my work/my training.py", "--wait", *arguments))
     (folder,) = job_folders(checkout)
     assert folder.name.startswith("my training-")
-    assert [facts["arguments"][-4:] for facts in facts_in(folder)] == [list(arguments)] * 2
+    assert [report["arguments"][-4:] for report in reports_in(folder)] == [list(arguments)] * 2
 
 
 def test_the_environment_of_local_processes(checkout: Checkout) -> None:
@@ -93,8 +93,8 @@ def test_the_environment_of_local_processes(checkout: Checkout) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (folder,) = job_folders(checkout)
-    for rank, facts in enumerate(facts_in(folder)):
-        environment = facts["environment"]
+    for rank, report in enumerate(reports_in(folder)):
+        environment = report["environment"]
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
         names += ("CUDA_VISIBLE_DEVICES",)
         assert [environment[name] for name in names] == [str(rank), str(rank), "2", "2", "localhost", "4,6"]
@@ -102,11 +102,11 @@ def test_the_environment_of_local_processes(checkout: Checkout) -> None:
         assert [
             name for name in environment if name.startswith(("TORCHELASTIC", "PET_", "OMPI", "SLURM"))
         ] == []
-        assert set(facts["signals"].values()) == {str(signal.SIG_DFL)}
+        assert set(report["signals"].values()) == {str(signal.SIG_DFL)}
         folders = {"data": checkout.folder / "data", "results": checkout.folder / "results"}
         folders["checkpoint"] = folder / "checkpoints"
         before = [word for name, place in folders.items() for word in (f"--{name}-dir", str(place))]
-        assert facts["arguments"] == [*before, "--resume", "auto", "--seed", "5"]
+        assert report["arguments"] == [*before, "--resume", "auto", "--seed", "5"]
 
 
 def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
@@ -117,15 +117,15 @@ def test_the_gpus_of_this_machine(checkout: Checkout) -> None:
     # What the shell has chosen; AMD's variable is the one that counts, where there are both.
     chosen = {"CUDA_VISIBLE_DEVICES": "8,9", "HIP_VISIBLE_DEVICES": "1,5,6,7"}
     succeeded(checkout.submit_py("ddp", *sizes, "--wait", **chosen))
-    for facts in facts_in(*job_folders(checkout)):
-        assert facts["environment"]["HIP_VISIBLE_DEVICES"] == "1,5,6"
-        assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == "1,5,6"
-        assert facts["environment"]["WORLD_SIZE"] == "3"
+    for report in reports_in(*job_folders(checkout)):
+        assert report["environment"]["HIP_VISIBLE_DEVICES"] == "1,5,6"
+        assert report["environment"]["CUDA_VISIBLE_DEVICES"] == "1,5,6"
+        assert report["environment"]["WORLD_SIZE"] == "3"
     checkout.script("single").write_text(FACTS)
     before = set(job_folders(checkout))
     assert checkout.submit_py("single", "--gpus", 0, "--wait", CUDA_VISIBLE_DEVICES="3").returncode == 0
-    (facts,) = facts_in(*set(job_folders(checkout)) - before)
-    assert facts["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+    (report,) = reports_in(*set(job_folders(checkout)) - before)
+    assert report["environment"]["CUDA_VISIBLE_DEVICES"] == ""
     for stage, arguments, exit_code, key_words in (
         ("single", (), 0, "1 local"),
         ("ddp", ("--gpus", 2), 0, "2 local"),
@@ -191,7 +191,7 @@ def test_ctrl_c_ends_local_processes(checkout: Checkout) -> None:
         start_new_session=True,
     )
     next(line for line in process.stdout if line.startswith("running: "))
-    wait_until(lambda: len(list(checkout.folder.rglob("facts-*.json"))) == 2)
+    wait_until(lambda: len(list(checkout.folder.rglob("report-*.json"))) == 2)
     ours = psutil.Process(process.pid).children(recursive=True)
     assert len(ours) == 3  # submitit's controller and two ranks
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to all of them
@@ -225,9 +225,9 @@ def test_odd_text_stays_text(tmp_path: Path, cluster: RunningCluster) -> None:
     assert checkout.cluster.wait(job)["JobState"] == "COMPLETED", checkout.log(job)
     assert f"job     {job} {name}, restart 0" in checkout.log(job)
     ranks = [
-        facts for folder in (checkout.folder / "results" / "jobs").iterdir() for facts in facts_in(folder)
+        report for folder in (checkout.folder / "results" / "jobs").iterdir() for report in reports_in(folder)
     ]
-    assert [facts["arguments"][-len(ODD) :] for facts in ranks] == [ODD] * 4
+    assert [report["arguments"][-len(ODD) :] for report in ranks] == [ODD] * 4
     assert not list(tmp_path.rglob("pwned"))
 
 
@@ -247,17 +247,17 @@ def test_the_environment_of_the_ranks_of_a_job(on_cluster: Checkout) -> None:
     log = script.with_name(f"{job}_0_log.out").read_text()
     assert "with exit code 0\n" in log
     assert on_cluster.cluster.job(int(job))["MinMemoryCPU"] == "900M"
-    ranks = facts_in(scratch / job)
+    ranks = reports_in(scratch / job)
     assert len(ranks) == 4
-    for rank, facts in enumerate(ranks):
-        environment = facts["environment"]
+    for rank, report in enumerate(ranks):
+        environment = report["environment"]
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_CPUS_PER_TASK")
         assert [environment[name] for name in names] == [str(rank), str(rank % 2), "4", "2", "2"]
         assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"  # both: each process picks its own
         assert environment["INSIDE"] == "a container"
         assert environment["MASTER_PORT"] == str(10_000 + int(job) % 20_000)
         assert environment["MASTER_ADDR"] not in ("elsewhere", "localhost")
-        assert set(facts["signals"].values()) == {str(signal.SIG_DFL)}
+        assert set(report["signals"].values()) == {str(signal.SIG_DFL)}
 
 
 @pytest.mark.parametrize(

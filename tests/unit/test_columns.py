@@ -89,8 +89,8 @@ def test_every_option_that_shapes_the_training_is_a_setting_of_the_record() -> N
 @pytest.mark.parametrize("name", [name for name, column in COLUMNS.items() if column.default is not None])
 def test_a_default_can_be_read_back(name: str, tmp_path: Path) -> None:
     """As a training that does not know its own value writes it."""
-    (facts, *_) = records.read(REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv")
-    writer = RecordWriter(tmp_path, {column: facts[column] for column in facts if column != name})
+    (columns, *_) = records.read(REPOSITORY / "results" / "sample" / "cpu-2-cores" / "runs.csv")
+    writer = RecordWriter(tmp_path, {column: columns[column] for column in columns if column != name})
     writer.add({"epoch": 1})
     (row,) = records.read(writer.path)
     default = COLUMNS[name].default

@@ -45,8 +45,8 @@ OF_EPOCHS = (
 )
 
 
-def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -> Path:
-    """A run whose epochs had these images/s. The first one is the warm-up; facts are columns."""
+def write_run(folder: Path, run_id: str, speeds: list[float], **columns: object) -> Path:
+    """A run whose epochs had these images/s. The first one is the warm-up; `columns` are of its record."""
     of_run = {
         "stage": "single",
         "run_id": run_id,
@@ -76,8 +76,8 @@ def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -
         "git_commit": "",
         "started_at": "",
     }
-    of_run |= {name: value for name, value in facts.items() if name not in OF_EPOCHS}
-    of_each_epoch = {name: value for name, value in facts.items() if name in OF_EPOCHS}
+    of_run |= {name: value for name, value in columns.items() if name not in OF_EPOCHS}
+    of_each_epoch = {name: value for name, value in columns.items() if name in OF_EPOCHS}
     recorder = RecordWriter(folder / "runs", of_run)
     for i, speed in enumerate(speeds):
         epoch = {
@@ -94,17 +94,17 @@ def write_run(folder: Path, run_id: str, speeds: list[float], **facts: object) -
     return recorder.path
 
 
-def ddp(devices: int, **facts: object) -> dict[str, object]:
-    return {"stage": "ddp", "devices": devices, "world_size": devices} | facts
+def ddp(devices: int, **columns: object) -> dict[str, object]:
+    return {"stage": "ddp", "devices": devices, "world_size": devices} | columns
 
 
-def dp(devices: int, **facts: object) -> dict[str, object]:
-    return {"stage": "dp", "devices": devices} | facts
+def dp(devices: int, **columns: object) -> dict[str, object]:
+    return {"stage": "dp", "devices": devices} | columns
 
 
-def own(devices: int, **facts: object) -> dict[str, object]:
+def own(devices: int, **columns: object) -> dict[str, object]:
     """Somebody's copy of stage 03 with another name, network and data."""
-    return ddp(devices, stage="depth", model="UNet", dataset="rooms") | facts
+    return ddp(devices, stage="depth", model="UNet", dataset="rooms") | columns
 
 
 class Seen(NamedTuple):
@@ -223,8 +223,8 @@ def test_weak_scaling(tmp_path: Path, compared: Compared) -> None:
     """The batch of one device on each: no run on one device with the large batch is needed, nor asked for."""
     write_run(tmp_path, "one", [10, 1000, 1000], global_batch=128)
     for devices, speed, images in ((2, 1800, 59904), (4, 3200, 59904), (8, 5600, 59392)):
-        facts = ddp(devices, global_batch=128 * devices, images=images)
-        write_run(tmp_path, f"weak-{devices}", [10, speed, speed], **facts)
+        columns = ddp(devices, global_batch=128 * devices, images=images)
+        write_run(tmp_path, f"weak-{devices}", [10, speed, speed], **columns)
     seen = compared()
     weak = seen.table.set_index("devices").weak_efficiency
     assert list(weak) == pytest.approx([1, 0.9, 0.8, 0.7]) and seen.table.speedup.notna().sum() == 1
@@ -252,9 +252,9 @@ def test_weak_scaling_of_equal_training_only(tmp_path: Path, compared: Compared)
     others = ({"lr": 2.0}, *(linear | other for other in (
         {"precision": "bf16"}, {"images": 20480}, {"global_batch": 512}, {"lr_scale": "none"},
     )))  # fmt: skip
-    for i, facts in enumerate((linear, *others)):
-        facts = {"global_batch": 256, "lr_scale": "linear"} | facts
-        write_run(tmp_path, f"two-{i}", [10, 1900, 1900], **ddp(2, **facts))
+    for i, columns in enumerate((linear, *others)):
+        columns = {"global_batch": 256, "lr_scale": "linear"} | columns
+        write_run(tmp_path, f"two-{i}", [10, 1900, 1900], **ddp(2, **columns))
     _, table, _ = compared()
     (weak,) = table[(table.devices == 2) & table.weak_efficiency.notna()].itertuples()
     assert (weak.weak_efficiency, weak.lr, weak.precision, weak.weak_baseline) == (0.95, 4, "fp32", "single")
@@ -270,8 +270,8 @@ def test_what_was_trained_is_part_of_the_configuration(tmp_path: Path, compared:
         {"width": 64},
         {"settings": "optimizer=SGD lr=0.1"},
     )
-    for i, facts in enumerate(({}, {"seed": 2}, *different, {"accumulate": 2})):
-        write_run(tmp_path, f"run-{i}", [10, 1000, 1000], **facts)
+    for i, columns in enumerate(({}, {"seed": 2}, *different, {"accumulate": 2})):
+        write_run(tmp_path, f"run-{i}", [10, 1000, 1000], **columns)
     text, table, _ = compared()
     assert sorted(table.runs) == [1, 1, 1, 1, 1, 1, 1, 2]
     for words in ("lr 0.5", "gamma 0.9", "linear lr scale", "lr warm-up 6000", "width 64", "accumulate 2"):
@@ -282,8 +282,8 @@ def test_what_was_trained_is_part_of_the_configuration(tmp_path: Path, compared:
     for i, gamma in enumerate((0.7, 0.9)):
         write_run(tmp_path / "few", f"fast-{i}", [10, 1000], recipe="fast", lr=0.003, gamma=gamma)
     for batch, lr, rule in ((256, 1.0, "none"), (256, 4.0, "linear"), (512, 8.0, "linear")):
-        facts = {"lr": lr, "lr_scale": rule, "global_batch": batch}
-        write_run(tmp_path / "few", f"classic-{lr:g}", [10, 1000], **facts)
+        columns = {"lr": lr, "lr_scale": rule, "global_batch": batch}
+        write_run(tmp_path / "few", f"classic-{lr:g}", [10, 1000], **columns)
     _, table, _ = compared(tmp_path / "few")
     assert sorted(table.variant) == ["classic", *["classic, linear lr scale"] * 2, "fast"]
     assert sorted(table.runs) == [1, 1, 1, 2]
@@ -358,8 +358,8 @@ def test_other_arguments_rates_and_scripts_make_a_speedup_doubtful(
     }
     for batch, (other, _) in cases.items():
         write_run(tmp_path, f"one-{batch}", [10, 1000, 1000], **one, global_batch=batch)
-        facts = one | own(2, global_batch=batch) | other
-        write_run(tmp_path, f"two-{batch}", [10, 1600, 1650], **facts)
+        columns = one | own(2, global_batch=batch) | other
+        write_run(tmp_path, f"two-{batch}", [10, 1600, 1650], **columns)
     text, table, _ = compared()
     two = table[table.devices == 2].set_index("global_batch")
     assert dict(two.doubt.fillna("")) == {batch: mark for batch, (_, mark) in cases.items()}
@@ -491,7 +491,7 @@ def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "reason"),
+    ("columns", "reason"),
     [
         ({"global_batch": 768}, "global batch 768"),
         ({"global_batch": 1024, "images": 59392}, "global batch 1024"),
@@ -514,10 +514,10 @@ def test_own_baseline_is_named(tmp_path: Path, compared: Compared) -> None:
     ],
 )  # fmt: skip
 def test_unequal_runs_are_not_compared(
-    tmp_path: Path, compared: Compared, facts: dict[str, object], reason: str
+    tmp_path: Path, compared: Compared, columns: dict[str, object], reason: str
 ) -> None:
     write_run(tmp_path, "one", [10, 1000])
-    write_run(tmp_path, "two", [10, 1500], **ddp(2, **facts))
+    write_run(tmp_path, "two", [10, 1500], **ddp(2, **columns))
     text, table, _ = compared()
     two = table[table.stage == "ddp"].iloc[0]
     assert pd.isna(two.speedup) and reason in two.why
@@ -708,14 +708,14 @@ def test_a_page_to_share_says_why_there_is_no_answer(plot: Callable, tmp_path: P
 
 def test_a_table_of_an_own_training(tmp_path: Path, compared: Compared) -> None:
     """Any name, network and data: its own section, its own run on one device as the baseline."""
-    for run_id, speed, facts in (
+    for run_id, speed, columns in (
         ("one", 1000, {}),
         ("two", 1600, ddp(2)),
         ("own-one", 50, own(1)),
         ("own-two", 90, own(2)),
         ("own-four", 160, own(4)),
     ):
-        write_run(tmp_path, run_id, [10, speed, speed], **facts)
+        write_run(tmp_path, run_id, [10, speed, speed], **columns)
     seen = compared()
     rows = seen.table[seen.table.stage == "depth"]
     assert list(rows.speedup) == [1, 1.8, 3.2] and set(rows.baseline) == {"depth"}
@@ -790,8 +790,8 @@ def test_tables_fit_a_terminal(plot: Callable, tmp_path: Path) -> None:
 def test_a_table_has_the_unit_of_its_trainings(compared: Compared, tmp_path: Path) -> None:
     """Speeds in tokens/s, if all rows of a section have that unit; otherwise in samples/s, which all have."""
 
-    def write(folder: str, name: str, per_s: float, unit: str, **facts: object) -> None:
-        path = write_run(tmp_path / folder, name, [per_s / 2, per_s, per_s], **facts)
+    def write(folder: str, name: str, per_s: float, unit: str, **columns: object) -> None:
+        path = write_run(tmp_path / folder, name, [per_s / 2, per_s, per_s], **columns)
         rows = "".join(f"{epoch}\t{unit}_per_s\t\t{8 * per_s}\n" for epoch in (2, 3))
         speed_row = f"1\tgraphs_per_s\ttraining\t{99}\n"  # which the script has logged
         records.beside(path, "metrics").write_text(f"epoch\tmetric\tof\tvalue\n{speed_row}{rows}")

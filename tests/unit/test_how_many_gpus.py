@@ -42,13 +42,13 @@ def runs(
     law: Callable[[int, int], float] = step_seconds,
     counts: tuple[int, ...] = COUNTS,
     batches: tuple[int, ...] = BATCHES,
-    **facts: object,
+    **columns: object,
 ) -> Path:
     """Runs whose steps take what `law` says, within half a percent."""
     for devices in counts:
         for batch in batches:
             speeds = [batch / law(devices, batch) * about for about in (0.8, 0.995, 1, 1.005)]
-            stage = facts | (ddp(devices, stage=facts.get("stage", "ddp")) if devices > 1 else {})
+            stage = columns | (ddp(devices, stage=columns.get("stage", "ddp")) if devices > 1 else {})
             sizes = {"global_batch": batch, "batch_per_device": batch // devices}
             write_run(folder, f"{folder.name}-{devices}-{batch}", speeds, **stage, **sizes)
     return folder / "runs"
@@ -107,8 +107,8 @@ def test_the_doctors_all_reduce(answered: Callable[..., dict], tmp_path: Path) -
     """Two nodes are predicted from one device where the doctor has measured such an all-reduce."""
     folder = runs(tmp_path, counts=(1,), parameters=1_000_000)
     assert {option["nodes"] for option in answered(folder)["options"]} == {1}
-    facts = {"ranks": 2, "nodes": 2, "backend": "nccl", "job": "1"}
-    sums = [{"bytes": size, "seconds": 1e-4 + size / 1e9} | facts for size in (1000, 10**6, 10**8)]
+    columns = {"ranks": 2, "nodes": 2, "backend": "nccl", "job": "1"}
+    sums = [{"bytes": size, "seconds": 1e-4 + size / 1e9} | columns for size in (1000, 10**6, 10**8)]
     for name, device, started_at in (
         ("before", "NVIDIA H200", "2026-01-01T00:00:00Z"),
         ("ours", "NVIDIA H200", "2026-01-02T00:00:00Z"),

@@ -105,12 +105,14 @@ def test_a_run_that_resumed_in_another_world_counts_in_neither(plot: Script, tmp
 
 
 def write_start(
-    folder: Path, run_id: str, epochs: range, ended: str = "", seconds: float = 10.0, **facts: object
+    folder: Path, run_id: str, epochs: range, ended: str = "", seconds: float = 10.0, **columns: object
 ) -> None:
     """The record of a start with these epochs, of `seconds` each; `ended` if it came to its end."""
     (row, *_) = records.read(SAMPLE)
-    facts = row | {"run_id": run_id, "started_at": f"2026-01-01T00:00:{len([*folder.glob('*')]):02}Z"} | facts
-    writer = records.RecordWriter(folder, {name: facts[name] for name in facts if name != "ended"})
+    columns = (
+        row | {"run_id": run_id, "started_at": f"2026-01-01T00:00:{len([*folder.glob('*')]):02}Z"} | columns
+    )
+    writer = records.RecordWriter(folder, {name: columns[name] for name in columns if name != "ended"})
     for epoch in epochs:
         row = {"epoch": epoch, "warmup": epoch == epochs[0], "train_seconds": seconds}
         row |= {"images_per_s": row["epoch"] + 100, "elapsed_s": seconds * epoch}
@@ -148,11 +150,11 @@ def test_an_epoch_after_the_checkpoint_counts_as_it_was_made_again(tmp_path: Pat
 def test_a_start_that_saved_before_its_first_row_is_not_a_run_of_its_own(tmp_path: Path) -> None:
     """The first one saved within epoch 1, and was killed between the row of that epoch and its checkpoint."""
     (row, *_) = records.read(SAMPLE)
-    facts = {name: row[name] for name in row if name not in ("run_id", "started_at", "ended")}
-    first = records.RecordWriter(tmp_path, facts)
+    columns = {name: row[name] for name in row if name not in ("run_id", "started_at", "ended")}
+    first = records.RecordWriter(tmp_path, columns)
     saved = first.state_dict()
     first.add({"epoch": 1})
-    second = records.RecordWriter(tmp_path, facts)
+    second = records.RecordWriter(tmp_path, columns)
     second.load_state_dict(saved)
     second.add({"epoch": 1})
     (run,) = records.read_runs(tmp_path.glob("*.csv")).values()
@@ -162,11 +164,11 @@ def test_a_start_that_saved_before_its_first_row_is_not_a_run_of_its_own(tmp_pat
 def test_what_a_start_that_resumes_records_as_the_first(tmp_path: Path) -> None:
     """An optimizer has its constants from the checkpoint, whatever the script says now."""
     (row, *_) = records.read(SAMPLE)
-    facts = {name: row[name] for name in row if name not in ("run_id", "started_at", "ended")}
+    columns = {name: row[name] for name in row if name not in ("run_id", "started_at", "ended")}
     trains_so = {"precision": "tf32", "optimizer": "SGD momentum=0.9", "lr": 0.1, "schedule": "StepLR"}
-    first = records.RecordWriter(tmp_path, facts | trains_so | {"world_size": 2})
+    first = records.RecordWriter(tmp_path, columns | trains_so | {"world_size": 2})
     now = {"precision": "fp32", "optimizer": "Adam", "lr": 0.5, "schedule": "", "world_size": 4}
-    second = records.RecordWriter(tmp_path, facts | now)
+    second = records.RecordWriter(tmp_path, columns | now)
     second.load_state_dict(first.state_dict())
     second.add({"epoch": 1})
     (row,) = records.read(second.path)
@@ -175,8 +177,8 @@ def test_what_a_start_that_resumes_records_as_the_first(tmp_path: Path) -> None:
 
 
 def test_a_number_is_recorded_with_six_digits(tmp_path: Path) -> None:
-    (facts, *_) = records.read(SAMPLE)
-    writer = records.RecordWriter(tmp_path, facts | {"lr": 0.01 * 2**0.5})
+    (columns, *_) = records.read(SAMPLE)
+    writer = records.RecordWriter(tmp_path, columns | {"lr": 0.01 * 2**0.5})
     writer.add({"epoch": 1, "images_per_s": 1234567.89, "train_loss": 0.123456789})
     (row,) = csv.DictReader(writer.path.open())
     assert (row["lr"], row["images_per_s"], row["train_loss"]) == ("0.0141421", "1.23457e+06", "0.123457")
@@ -218,9 +220,9 @@ def test_a_start_whose_earlier_record_is_elsewhere_is_a_run(tmp_path: Path) -> N
 def test_a_fact_that_could_not_be_read_back_is_refused_before_training(
     tmp_path: Path, column: str, value: object
 ) -> None:
-    (facts, *_) = records.read(SAMPLE)
+    (columns, *_) = records.read(SAMPLE)
     with pytest.raises(UserError, match=f"the {column} cannot be recorded"):
-        records.RecordWriter(tmp_path, facts | {column: value})
+        records.RecordWriter(tmp_path, columns | {column: value})
 
 
 @pytest.fixture

@@ -254,9 +254,9 @@ def test_threads() -> None:
 def test_a_program_that_starts_its_ranks_itself() -> None:
     """They share the threads of its one process on each node."""
     job = replace(JOB, program=replace(PROGRAM, one_process_per_node=True))
-    facts = {"SLURM_CPUS_PER_TASK": "8", "SLURM_GPUS_ON_NODE": "4"}
-    assert decide(job, SLURM_TASKS_PER_NODE="1(x2)", **facts).exports["OMP_NUM_THREADS"] == "2"
-    assert "--ntasks-per-node=1" in refusal(job, SLURM_TASKS_PER_NODE="2", **facts)
+    variables = {"SLURM_CPUS_PER_TASK": "8", "SLURM_GPUS_ON_NODE": "4"}
+    assert decide(job, SLURM_TASKS_PER_NODE="1(x2)", **variables).exports["OMP_NUM_THREADS"] == "2"
+    assert "--ntasks-per-node=1" in refusal(job, SLURM_TASKS_PER_NODE="2", **variables)
 
 
 def test_where_the_ranks_meet() -> None:

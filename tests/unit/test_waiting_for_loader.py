@@ -26,8 +26,8 @@ def test_the_evidence_on_a_waiting_loader(
     make_job: MakeJob, loaders: int, loader_cores: float, cores_per_worker: float, all_cores_in_use: bool
 ) -> None:
     gpu = replace(STARVED, loaders=loaders, loader_cores=loader_cores)
-    facts = FROM_LOADERS | {"workers_per_loader": loaders}
-    finding = finding_of(make_job([gpu] * 2, facts=facts), "waiting_for_loader")
+    record = FROM_LOADERS | {"workers_per_loader": loaders}
+    finding = finding_of(make_job([gpu] * 2, facts=record), "waiting_for_loader")
     assert finding.loader_workers == loaders and not finding.is_resident
     assert finding.cores_per_worker == pytest.approx(cores_per_worker, nan_ok=True)
     assert finding.all_cores_in_use == all_cores_in_use
