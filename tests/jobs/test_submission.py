@@ -464,6 +464,9 @@ def test_options_of_sbatch_are_passed_on_and_come_before_the_sites(on_cluster: C
     # The variable of the site comes before its form.
     shown = succeeded(on_cluster.submit_py("single", "--dry-run")).stdout
     assert "#SBATCH --mem=4G\n" in shown and "900M" not in shown
+    done = succeeded(on_cluster.submit_py("single", *options[:2], *options[-2:], "--no-cuda"))
+    job = on_cluster.cluster.job(int(done.stdout.split()[1]))
+    assert job.get("MinMemoryNode") == "4G" and "MinMemoryCPU" not in job
     swept = ("--stages", "single", "--gpus", 1, "--batch-size", 500)
     done = on_cluster.python("slurm/sweep.py", *swept, "--dependency", "afterwards")
     assert done.returncode == 1 and "dependency" in done.stderr, done.stdout + done.stderr

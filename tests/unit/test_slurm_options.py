@@ -61,8 +61,13 @@ def test_the_words_of_a_site(shape: object, words: dict[str, str], asked: str) -
     assert options == asked
 
 
-def test_memory_by_a_variable_of_sbatch_is_not_overruled() -> None:
-    assert "mem" not in sbatch_options(site({"SBATCH_MEM_PER_CPU": "4G"}), ONE)
+@pytest.mark.parametrize("variable", ["SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_NODE"])
+def test_memory_by_a_variable_of_sbatch_is_not_overruled(variable: str) -> None:
+    """Nor asked for in a second form, which sbatch refuses."""
+    by_gpu = {"SITE_MEM": "--mem-per-gpu=%dG"}
+    assert not {"mem", "mem-per-gpu"} & sbatch_options(site({variable: "4G"}, **by_gpu), ONE).keys()
+    for other in ({variable: ""}, {"SBATCH_MEM_BIND": "local"}):
+        assert "mem-per-gpu" in sbatch_options(site(other, **by_gpu), ONE)
 
 
 @pytest.mark.parametrize(

@@ -90,23 +90,14 @@ def of_tasks(
 
 def _directives(request: Request, **others: str) -> list[str]:
     """Return the #SBATCH lines; `others` are options of sbatch that come before all else."""
-    variables = of_variables(request.sbatch_variables)
-    resources = request.sbatch_options
-    if any(option.startswith("mem") for option in variables):
-        # The site's form may be another one, and sbatch takes memory in one way only.
-        resources = {
-            option: value
-            for option, value in resources.items()
-            if not option.startswith("mem") or option in request.passed_on
-        }
     asked = {
         "job-name": request.job_name,
         "nodes": request.resources.nodes,
         "ntasks-per-node": request.resources.tasks_per_node,
-        **resources,
+        **request.sbatch_options,
         "time": request.timeout_min,
         **SBATCH,
-        **variables,
+        **of_variables(request.sbatch_variables),
         **others,
     }
     lines = []

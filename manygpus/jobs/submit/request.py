@@ -10,7 +10,7 @@ from manygpus.config import options
 from manygpus.jobs import local_job
 from manygpus.jobs.site import DEFAULT_MINUTES, Site
 from manygpus.jobs.stages import JOB_ENV, Resources, Stage
-from manygpus.jobs.submit.slurm_options import option_of, sbatch_options, srun_options
+from manygpus.jobs.submit.slurm_options import MEMORY_OPTIONS, option_of, sbatch_options, srun_options
 
 # sbatch obeys these, and submitit knows nothing of them: it would wait, or look for other files.
 NOT_FOR_SUBMITIT = ("SBATCH_WAIT", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_ARRAY_INX")
@@ -68,8 +68,8 @@ class Request:
         """
         asked = sbatch_options(self.site, self.resources)
         if "mem" in self.passed_on:
-            # The site may count it by CPU or GPU, and sbatch takes it in one way only.
-            asked = {option: value for option, value in asked.items() if not option.startswith("mem")}
+            # The site may count it by CPU or GPU, and sbatch takes it in one form only.
+            asked = {option: value for option, value in asked.items() if option not in MEMORY_OPTIONS}
         return {**asked, **self.passed_on}
 
     @property

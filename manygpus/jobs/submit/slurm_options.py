@@ -23,6 +23,8 @@ from manygpus.jobs.stages import Resources
 MEMORY_PER_GPU_GB = 8
 # SBATCH_QOS is --qos of sbatch, and so on, but for these (man sbatch, INPUT ENVIRONMENT VARIABLES).
 OPTIONS_OF_OTHER_NAMES = {"SBATCH_TIMELIMIT": "time", "SBATCH_MEM_PER_NODE": "mem"}
+# The forms in which sbatch takes memory.
+MEMORY_OPTIONS = ("mem", "mem-per-cpu", "mem-per-gpu")
 # What every job asks sbatch for, besides its size. USR2 comes 60 seconds before the end: the ranks save a
 # checkpoint, and the job goes back to the queue, and continues in the same log.
 SBATCH = {"signal": "USR2@60", "requeue": True, "open-mode": "append"}
@@ -55,8 +57,8 @@ def sbatch_options(site: Site, shape: Resources) -> dict[str, str]:
             if "per-gpu=" in template:
                 # It could not be counted by the GPU, and is asked for in the usual form.
                 templates[setting] = OPTION_TEMPLATES[setting]
-    if site.memory_by_part:
-        # That variable asks for memory, and --mem in a script would come before it.
+    if any(option_of(name) in MEMORY_OPTIONS for name, value in site.sbatch.items() if value):
+        # sbatch takes memory in one form only, and the site's variable is not to be overruled.
         del templates["SITE_MEM"]
     options = {}
     for setting, template in templates.items():
