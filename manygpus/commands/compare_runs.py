@@ -5,8 +5,9 @@ It reads what your runs have recorded, and trains nothing: `make compare` runs t
 Try: python results/plot_results.py results/runs
 """
 
-from manygpus.config.command_line import Parser, above_0, given_path
+from manygpus.config.command_line import Parser, above_0, at_least, given_path
 from manygpus.errors import REPOSITORY, entrypoint, print_line
+from manygpus.reports.advice import proposal
 from manygpus.reports.advice.answer import page_of_answer
 from manygpus.reports.advice.choice import Constraints
 from manygpus.reports.comparison_report import report, report_each
@@ -33,10 +34,22 @@ def main() -> None:
         metavar="PERCENT",
         help="also show how long each took to reach this test accuracy, such as 98",
     )
-    parser.add_argument(
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument(
         "--each",
         action="store_true",
         help="compare the runs of each folder separately, in one table: yours and ours, or those of a class",
+    )
+    extent.add_argument(
+        "--proposal",
+        action="store_true",
+        help="also write the scaling section of a proposal for compute time: proposal.md, .tex and .pdf",
+    )
+    parser.add_argument(
+        "--set",
+        type=at_least(1),
+        metavar="N",
+        help="which set of runs the proposal is about, if their settings differ",
     )
     args = parser.parse_args()
     if args.each:
@@ -44,3 +57,6 @@ def main() -> None:
     else:
         answer = page_of_answer(args.paths, Constraints(target=args.target))
         print_line(report(args.paths, args.out, args.target, answer))
+    if args.proposal:
+        print_line("")
+        proposal.report(args.paths, args.out, args.set)

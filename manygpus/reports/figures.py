@@ -96,10 +96,42 @@ def save(figures: dict[str, Figure | None], out: Path, dpi: float = 150) -> list
             (out / name).unlink(missing_ok=True)
             continue
         with replacing(out / name, "wb") as file:
-            figure.savefig(file, dpi=dpi)
+            figure.savefig(file, format=Path(name).suffix.removeprefix("."), dpi=dpi)
         plt.close(figure)
         written.append(name)
     return written
+
+
+def scaling(lines: dict[str, pd.DataFrame], unit: str, speed: str) -> Figure:
+    """Draw how trainings scale: speed, against the ideal that begins at its first point, and efficiency.
+
+    Args:
+        lines: by their texts in the legend `speed` and `percent` (of efficiency), by number of devices.
+        unit: what the devices are called.
+        speed: the unit of the speed.
+    """
+    figure = plt.figure(figsize=(FIGURE_WIDTH_INCHES, LINE_PANEL_INCHES), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    right.axhline(100, **IDEAL)
+    for line_number, (text, line) in enumerate(lines.items()):
+        first = line.speed.iloc[0] / line.index[0]
+        left.plot(line.index, first * line.index, label="ideal" if line_number == 0 else None, **IDEAL)
+        look = {"label": text} | line_look(line_number)
+        left.plot(line.index, line.speed, **look)
+        right.plot(line.index, line.percent, **look)
+    counts = sorted({count for line in lines.values() for count in line.index})
+    left.set(xlabel=unit, ylabel=speed)
+    # With a tick at each doubling.
+    left.set_yscale("log", base=2)
+    left.yaxis.set_major_formatter("{x:,.10g}")
+    right.set(xlabel=unit, ylabel="efficiency (%)", ylim=(0, 1.05 * right.dataLim.ymax))
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, map(str, counts))
+        axes.minorticks_off()
+        _tidy(axes, "y")
+    _add_legend(figure)
+    return figure
 
 
 def line_look(number: int) -> Look:

@@ -105,6 +105,15 @@ def markdown(block: Block) -> str:
     return block
 
 
+def on_terminal(block: Block) -> str:
+    """Lay out a block for a terminal."""
+    if isinstance(block, pd.DataFrame):
+        return plain(block)
+    if isinstance(block, Heading):
+        return block.text
+    return "\n".join(map(wrapped, block if isinstance(block, list) else [block]))
+
+
 def write_csv(table: pd.DataFrame, path: Path) -> None:
     """Write the table for a spreadsheet.
 

@@ -83,13 +83,13 @@ def answer_for(paths: list[Path], constraints: Constraints, set_number: int | No
             support no answer.
     """
     rows, skipped = comparison.load_some(paths)
-    rows = _choose_set(rows, set_number)
+    rows = choose_set(rows, set_number)
     all_reduces, not_read = read_all_reduces(paths, rows)
     answer = checked(advise(rows, constraints, all_reduces))
     return AnswerForFiles(AnswerText(answer, rows, constraints.price), skipped + not_read)
 
 
-def _choose_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
+def choose_set(rows: pd.DataFrame, number: int | None) -> pd.DataFrame:
     """Return the set that was chosen, counted from 1, or the only one."""
     run_sets = sets(rows)
     if number is None and len(run_sets) == 1:
@@ -184,8 +184,8 @@ class AnswerText:
 
     def layout(self, option: Option) -> str:
         """Name the devices and the stage of an option, as `2 GPUs on 1 node, DDP`."""
-        devices = _counted(option.shape.devices, self.unit)
-        nodes = _counted(option.shape.nodes, "node")
+        devices = counted(option.shape.devices, self.unit)
+        nodes = counted(option.shape.nodes, "node")
         return f"{devices} on {nodes}, {comparison.stage_name(option.stage)}"
 
     def choice(self, option: Option) -> str:
@@ -292,7 +292,7 @@ def _shell_line(words: list[object]) -> str:
     return shlex.join(map(str, words))
 
 
-def _counted(count: int, unit: str) -> str:
+def counted(count: int, unit: str) -> str:
     """Return `1 node` or `2 nodes`."""
     return f"{count} {unit}" if count == 1 else f"{count} {unit}s"
 
@@ -314,13 +314,13 @@ def _note(option: Option, notes: dict[str, str]) -> str:
     return f"{known} {mark}"
 
 
-def number(value: float, infinite: str = "never") -> str:
-    """Format a number with three digits; a dash if it is unknown."""
+def number(value: float, infinite: str = "never", digits: int = 3) -> str:
+    """Format a number with so many digits; a dash if it is unknown."""
     if math.isnan(value):
         return "-"
     if math.isinf(value):
         return infinite
-    rounded = float(f"{value:.3g}")
+    rounded = float(f"{value:.{digits}g}")
     return f"{rounded:,.10g}"
 
 
