@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 # At the head of the log, once for each start.
 JOB, NODES, GPUS, CODE, SCRIPT, PYTHON = "job", "nodes", "GPUs", "code", "script", "python"
+# Below it: how long it took to put the environment on the nodes.
+ENVIRONMENT = "env"
 # At its end: the verdict on what the job wasted, why it failed, what failed after that, and its exit code.
 WATCH, WHY, THEN, ENDED = "watch", "why", "then", "ended"
 # The text of a line stands below that of the others.

@@ -20,6 +20,7 @@ ended_from_outside="" # whether this shell has received SIGTERM or SIGHUP
 resumes_unsaved=""    # whether the job is requeued without a note that it has saved (--when-requeued)
 requeued=""           # whether the job is on its way back to the queue
 monitor=""            # the process id of the monitor
+staging=""            # the process id of what removes the environment from the nodes
 first_folder=$PWD     # a job of a sweep goes on in the folder of its run
 
 # --- what Slurm knows about this job ----------------------------------------------------------------
@@ -156,6 +157,7 @@ begin_job() {
 activate_environment or SITE_CONTAINER in slurm/site.sh."
     answer=${answer#*"# in_job begins"}
     eval "${answer%"# in_job ends"*}"
+    stage_environment
     start_monitor
 }
 
@@ -178,6 +180,42 @@ folder_of_code() {
     echo "$first_folder"
 }
 
+# --- the environment on the nodes -------------------------------------------------------------------
+# Put SITE_STAGE_ENV on each node's own disk, in a folder of this start, and its Python first on PATH. A step beside the
+# ranks removes it when its input is closed: after the end of a job, Slurm starts no step. SIGTERM does not end this
+# step, since ranks may import what saves a checkpoint only when they receive it.
+stage_environment() {
+    local folder on_each_node told
+    [[ $SITE_STAGE_ENV ]] || return 0
+    folder=${SITE_STAGE_DIR:-${SLURM_TMPDIR:-${TMPDIR:-/tmp}}}/manygpus-env-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+    on_each_node=(env --unset=SLURM_{GPUS_PER_TASK,TRES_PER_TASK,GPU_BIND,TRES_BIND} srun --overlap --mem=0 --gpus=0
+        --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${SITE_SRUN_ARGS[@]}")
+    # shellcheck disable=SC2016 # the shell of the step expands it
+    exec {staging_input}> >(
+        trap : TERM
+        "${on_each_node[@]}" --job-name=stage-env --input=all \
+            sh -c 'trap "" TERM; cat >/dev/null; rm -rf "$1"' sh "$folder" >/dev/null 2>&1
+    )
+    staging=$!
+    true & # the latest child, or a `wait` in the job script, meant for its own processes, would wait for that one, too
+    told=$(python -m manygpus.jobs.inside.stage_env "$SITE_STAGE_ENV" "$folder" "${on_each_node[@]}") ||
+        fail "${told:-SITE_STAGE_ENV could not be unpacked}"
+    echo "$told"
+    export PATH=$folder/bin:$PATH
+    hash -r
+}
+
+# Remove it. On the way back to the queue Slurm ends all steps 30 seconds (KillWait) after its request.
+unstage_environment() {
+    local tenths
+    [[ -n $staging ]] || return
+    exec {staging_input}>&-
+    for ((tenths = 0; tenths < 200; tenths++)); do
+        kill -0 "$staging" 2>/dev/null || return
+        sleep 0.1
+    done
+}
+
 # --- the monitor ------------------------------------------------------------------------------------
 # It is a step beside the ranks, and runs until its input is closed. It shares memory, cores and GPUs with them, and
 # sees all GPUs of a node, even if each rank sees one (--gpus-per-task, which newer releases of Slurm show in
@@ -186,6 +224,7 @@ folder_of_code() {
 run_monitor() {
     local gpus=()
     trap : TERM # scancel sends it here, too, and the monitor still has to give its verdict
+    [[ -z $staging ]] || exec {staging_input}>&- # only the job script is to keep it open
     if [[ ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gpu* ]]; then
         gpus=("--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}")
     fi
@@ -309,6 +348,7 @@ finish() {
         ((code)) || code=1
         echo "${refusal:+error: $refusal; }its checkpoints, if it has saved, are in $MANYGPUS_JOB_DIR/checkpoints"
     fi
+    unstage_environment
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code"
     exit "$code"
 }

@@ -32,6 +32,10 @@
 # A command placed before `python`, for sites that run it in a container; slurm/containers builds the image.
 #SITE_CONTAINER=(apptainer exec --nv "$HOME/images/tutorial.sif")
 
+# An archive of the environment, which each job unpacks on the disks of its nodes; slurm/DATA.md says how to make it.
+#SITE_STAGE_ENV=$HOME/env.tar
+#SITE_STAGE_DIR=/local/$USER               # a disk of each node's own; default: $SLURM_TMPDIR, $TMPDIR or /tmp
+
 # --- 3. Folders, all on a file system that every node sees --------------------------------------
 #SITE_DATA_DIR=/shared/datasets/mnist      # default: data/ of this checkout
 #SITE_RESULTS_DIR=$HOME/results            # default: results/ of this checkout

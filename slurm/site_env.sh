@@ -66,6 +66,15 @@ fi
 [[ ${SITE_NETWORK_INTERFACE:-} != [=^]* ]] ||
     fail "SITE_NETWORK_INTERFACE names interfaces, such as ib0, and $SITE_NETWORK_INTERFACE is notation of NCCL \
 that gloo does not know: correct it in slurm/site.sh, or export NCCL_SOCKET_IFNAME there in its place."
+: "${SITE_STAGE_ENV:=}"
+if [[ $SITE_STAGE_ENV ]]; then
+    [[ ! ${SITE_CONTAINER[*]} ]] ||
+        fail "SITE_STAGE_ENV is an environment outside of containers, and SITE_CONTAINER would not use it: leave one \
+of them out in slurm/site.sh."
+    [[ $SITE_STAGE_ENV == /* && -f $SITE_STAGE_ENV ]] ||
+        fail "SITE_STAGE_ENV=$SITE_STAGE_ENV is not there: it is the whole path of an archive (slurm/DATA.md says how \
+to make it), or leave it out."
+fi
 export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # finds manygpus if it is not installed
 
 # Activate the job's Python. Jobs run with `set -u`, under which both module and conda fail.

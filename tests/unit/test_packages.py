@@ -53,6 +53,7 @@ DOES_WITHOUT = {
 }
 # What the doctor, the login node and a job script need before an environment exists, or outside of it.
 BARE = ("jobs.slurm", "jobs.site", "jobs.stages", "jobs.inside.failure_reason", "jobs.inside.in_job")
+BARE += ("jobs.inside.stage_env",)
 BARE += tuple(f"jobs.doctor.{name}" for name in ("checkup", "cli", "login_node"))
 # What makes a login node slow.
 HEAVY = {"torch", "torchvision", "numpy", "pandas", "matplotlib"}
