@@ -131,7 +131,7 @@ in_job_input() {
 # here, because a container may have no scontrol, git or nvidia-smi.
 begin_job() {
     local first_node node gpus version code_folder code_top code_version name variables=() answer complaints complaint
-    first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || first_node=""
+    first_node=$(node_of_rank_0)
     node=$(scontrol --oneliner show node "$first_node" 2>/dev/null) || node=""
     # If the driver hangs, nothing can end nvidia-smi, so this does not wait for its end.
     IFS= read -r -d '' -t 20 gpus < <(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || true
@@ -159,6 +159,25 @@ activate_environment or SITE_CONTAINER in slurm/site.sh."
     eval "${answer%"# in_job ends"*}"
     stage_environment
     start_monitor
+}
+
+# Print the name of the node where the ranks meet. It is the first one, unless the cluster's topology numbers the tasks
+# in a different order (seen: topology/ring of Slurm 26.05, with several tasks on each node), so a step asks for it.
+node_of_rank_0() {
+    local node=""
+    if ((SLURM_JOB_NUM_NODES > 1)) && [[ ${SLURM_DISTRIBUTION:-block} == block* ]] && numbers_by_topology; then
+        # Without --mem=0, which would change the order.
+        # shellcheck disable=SC2016 # the shell of the task expands it
+        node=$(timeout 60 srun --overlap --gpus=0 "${SITE_SRUN_ARGS[@]}" \
+            sh -c '[ "$SLURM_PROCID" != 0 ] || echo "$SLURMD_NODENAME"' 2>/dev/null | tail -n 1) || true
+    fi
+    [[ $node ]] || node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || true
+    echo "$node"
+}
+
+# Return whether this release may number tasks in the order of the cluster's topology.
+numbers_by_topology() {
+    [[ $(scontrol --version) =~ ([0-9]+)\.([0-9]+) ]] && ((10#${BASH_REMATCH[1]}${BASH_REMATCH[2]} >= 2605))
 }
 
 git_here() { timeout 20 git -C "$@" 2>/dev/null || true; }

@@ -215,3 +215,38 @@ def test_cgroups_confine_each_rank_to_its_cores(tmp_path: Path) -> None:
     # Without a cgroup the file would count as one of nobody knows whom.
     assert {float(row["shared_files_mb"]) for row in nodes} == {0}
     assert max(float(row["memory_mb"]) for row in nodes) >= 300
+
+
+RING = """
+- topology: ring
+  cluster_default: true
+  ring:
+    rings:
+      - ring: r0
+        nodes: n3,n1,n2
+"""
+TELLS_WHERE_RANKS_MEET = """
+import os
+print("rank", os.environ["RANK"], "on", os.environ["SLURMD_NODENAME"], "meets at", os.environ["MASTER_ADDR"])
+"""
+
+
+def test_ranks_meet_where_rank_0_is_in_a_topology_that_numbers_them(tmp_path: Path) -> None:
+    """Slurm 26.05 numbers them in the order of its ring, with one task on each node and with two."""
+    conf = tmp_path / "conf"
+    conf.mkdir()
+    (conf / "topology.yaml").write_text(RING)
+    with running_cluster("--conf", conf, nodes=3) as cluster:
+        if tuple(map(int, re.findall(r"\d+", cluster.run(["scontrol", "--version"]).stdout)[:2])) < (26, 5):
+            pytest.skip("this release of Slurm has no rings")
+        checkout = Checkout(tmp_path / "a checkout", cluster)
+        checkout.site("SITE_MONITOR=off\n")
+        script = checkout.folder / "tell.py"
+        script.write_text(TELLS_WHERE_RANKS_MEET)
+        for tasks in (1, 2):
+            counts = (f"--ntasks-per-node={tasks}", f"--gpus-per-node={tasks}", "--cpus-per-task=1")
+            sbatch = ("--nodelist=n1,n3", "--nodes=2", "--mem=1G", *counts)
+            job = checkout.submit("srun", "--plain", script, sbatch=sbatch)
+            assert cluster.wait(job)["JobState"] == "COMPLETED", checkout.log(job)
+            (places,) = re.findall("^rank 0 on (.*) meets at (.*)", checkout.log(job), re.MULTILINE)
+            assert places[0] == places[1], checkout.log(job)
