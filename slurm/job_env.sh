@@ -165,7 +165,7 @@ activate_environment or SITE_CONTAINER in slurm/site.sh."
 # in a different order (seen: topology/ring of Slurm 26.05, with several tasks on each node), so a step asks for it.
 node_of_rank_0() {
     local node=""
-    if ((SLURM_JOB_NUM_NODES > 1)) && [[ ${SLURM_DISTRIBUTION:-block} == block* ]] && numbers_by_topology; then
+    if ((${SLURM_JOB_NUM_NODES:-1} > 1)) && [[ ${SLURM_DISTRIBUTION:-block} == block* ]] && numbers_by_topology; then
         # Without --mem=0, which would change the order.
         # shellcheck disable=SC2016 # the shell of the task expands it
         node=$(timeout 60 srun --overlap --gpus=0 "${SITE_SRUN_ARGS[@]}" \

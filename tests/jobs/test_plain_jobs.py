@@ -780,3 +780,42 @@ def test_its_verdict_names_no_option_of_ours(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     (sentence, *_) = wording.sentences(judge(tmp_path / "monitor"))
     assert "--num-workers" not in sentence and "keep the data in memory." in sentence
+
+
+# The training of the page's launcher, as a module beside it.
+COUNTS_EPOCHS = """
+import time
+from pathlib import Path
+
+def train(rank, world_size):
+    saved = Path(f"rank-{rank}.epochs")
+    for epoch in range(int(saved.read_text()) if saved.exists() else 1, 4):
+        print(f"rank {rank} of {world_size}, epoch {epoch}", flush=True)
+        while epoch == 2 and not Path("go").exists():
+            time.sleep(0.1)
+        saved.write_text(str(epoch + 1))
+"""
+
+
+def test_jobs_of_a_submitit_launcher_are_jobs_of_the_kit(on_cluster: Checkout, tmp_path: Path) -> None:
+    """That of YOUR_TRAINING.md: its checkpoint() brings it back, and the list of jobs has it."""
+    page = (REPOSITORY / "YOUR_TRAINING.md").read_text()
+    (launcher,) = re.findall(r"^```python\n(import shlex\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    script = write(on_cluster, f"from counting import train\n{launcher}")
+    folder = script.parent
+    (folder / "counting.py").write_text(COUNTS_EPOCHS)
+    (tmp_path / "multi-gpu").symlink_to(on_cluster.folder)
+    job = int(succeeded(on_cluster.run(sys.executable, script, cwd=folder, HOME=str(tmp_path))).stdout)
+
+    def log() -> str:
+        return "".join(path.read_text() for path in folder.glob(f"logs/{job}_*_log.*"))
+
+    wait_until(lambda: log().count("of 2, epoch 2") == 2)
+    on_cluster.cluster.run(["scancel", "--signal=USR2", job])
+    wait_until(lambda: "restart 1" in log())
+    (folder / "go").touch()
+    state = on_cluster.cluster.wait(job, timeout=200)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log()
+    assert log().count("of 2, epoch 1") == 2 and log().count("of 2, epoch 3") == 2, log()
+    listed = succeeded(on_cluster.python("slurm/jobs.py")).stdout
+    assert re.search(rf"^ *{job} +mine +'my work/train.py' +done +.*s +1\b", listed, re.MULTILINE), listed
