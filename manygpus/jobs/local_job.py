@@ -145,6 +145,12 @@ def outside_of_jobs() -> dict[str, str]:
     return variables
 
 
+def without_sbatch_variables() -> dict[str, str]:
+    """Return this environment for a job whose options are all in its script, or on its command line."""
+    outside = outside_of_jobs()
+    return {name: value for name, value in outside.items() if not name.startswith("SBATCH_")}
+
+
 def new_name(job_name: str) -> str:
     """Make a folder name that no other job has had, as numbers are reused."""
     return f"{job_name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"

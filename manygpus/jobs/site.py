@@ -1,6 +1,7 @@
 """The settings of slurm/site.sh, for the programs on the login node; needs only the standard library."""
 
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -101,15 +102,20 @@ class Site(NamedTuple):
         return slurm.in_minutes(self.sbatch.get("SBATCH_TIMELIMIT", ""))
 
 
-def read_site() -> Site:
+def read_site(environment: Mapping[str, str] | None = None) -> Site:
     """Run slurm/site.sh, if there is one, as a job does.
+
+    Args:
+        environment: the variables of its shell, by default those of this process.
 
     Raises:
         UserError: if it cannot be read to its end; slurm/site_env.sh gives the reason.
     """
     site_env = REPOSITORY / "slurm" / "site_env.sh"
     done = slurm.ask(
-        "bash", "-c", READ_SITE, "site", str(site_env), *OPTION_TEMPLATES.values(), seconds=SITE_FILE_SECONDS
+        *("bash", "-c", READ_SITE, "site", str(site_env), *OPTION_TEMPLATES.values()),
+        seconds=SITE_FILE_SECONDS,
+        env=environment,
     )
     if done.returncode == slurm.TIMED_OUT_EXIT_CODE:
         raise UserError("slurm/site.sh leaves a process behind: start that in activate_environment.")

@@ -8,8 +8,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from manygpus import launchers
@@ -127,6 +129,21 @@ class JobStatus:
     state: str
     reason: str = ""
     restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What `sbatch --test-only` says of a job.
+
+    Attributes:
+        refusal: why Slurm would not take it; "" if it would.
+        start: when it would start, by Slurm's estimate, in the cluster's time; None if it is refused.
+        preempts: whether it would start in the place of jobs that run.
+    """
+
+    refusal: str = ""
+    start: datetime | None = None
+    preempts: bool = False
 
 
 def why_not_here() -> str:
@@ -270,6 +287,21 @@ def _status_by_accounting(job_ids: Sequence[str]) -> dict[str, JobStatus]:
     return status
 
 
+def test_only(options: Sequence[str], environment: Mapping[str, str]) -> Trial:
+    """Ask whether Slurm would take a job with these options of sbatch, and when it would start it.
+
+    Nothing is submitted. Of several partitions Slurm says the start in one, which need not be the first one
+    (seen: 24.11), so a partition that is to be compared with others takes a call of its own.
+    """
+    # The form of a time is the user's choice, too.
+    environment = {**environment, "SLURM_TIME_FORMAT": "standard"}
+    done = ask("sbatch", "--test-only", *options, "--wrap=true", env=environment)
+    start = re.search(r"Job \d+ to start at (\d{4}-\d\d-\d\dT[\d:]+)", done.stderr)
+    if done.returncode or not start:
+        return Trial(refusal=sbatch_message(done.stderr) or f"exit code {done.returncode}")
+    return Trial(start=datetime.fromisoformat(start[1]), preempts="Preempts:" in done.stderr)
+
+
 def is_unclear(refusal: str) -> bool:
     """Return whether sbatch, which has said this, may have put the job into the queue all the same."""
     return not refusal or re.search(UNCLEAR, refusal) is not None
@@ -343,7 +375,7 @@ def most_gpus(partition: str | None = None) -> int:
     if partition:
         command.append(f"--partition={partition}")
     resources_of_nodes = ask(*command).stdout.split()
-    return max(map(_gpus, resources_of_nodes), default=0)
+    return max((gpus_by_kind(gres).total() for gres in resources_of_nodes), default=0)
 
 
 def sbatch_message(text: str) -> str:
@@ -359,6 +391,13 @@ def advice(refusal: str) -> str:
     return next(fix for pattern, fix in REFUSALS.items() if re.search(pattern, refusal))
 
 
-def _gpus(gres: str) -> int:
-    """Count a node's GPUs from Slurm's "gpu:2", "gpu:a100:2(S:0),gpu:v100:2" (two kinds: 4) or "(null)"."""
-    return sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)*:(\d+)", gres)))
+def gpus_by_kind(gres: str) -> Counter[str]:
+    """Count a node's GPUs by their kinds, which may have no name.
+
+    Args:
+        gres: Slurm's "gpu:2", "gpu:a100:2(S:0),gpu:v100:2" or "(null)".
+    """
+    kinds: Counter[str] = Counter()
+    for kind, count in re.findall(r"\bgpu(?::([^:,(]+))?(?::[^:,(]+)*:(\d+)", gres):
+        kinds[kind] += int(count)
+    return kinds

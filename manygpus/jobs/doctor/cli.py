@@ -1,6 +1,8 @@
 """Check whether jobs can work here, before one fails: on the login node, and with --job also in a short job.
 
     python slurm/doctor.py                             the site file, Slurm, environment, data and folders
+    python slurm/doctor.py --write-site                first find out how this cluster wants jobs to be
+                                                       requested, and write the site file
     python slurm/doctor.py --job                       also a job with the shape of stage 03's: 2 GPUs
     python slurm/doctor.py --job --nodes 2 --gpus 4    with another shape
     python slurm/doctor.py --job -- --cpus-per-task=8  options after -- go to sbatch as they are
@@ -32,7 +34,7 @@ from manygpus.config.command_line import Parser, at_least, given
 from manygpus.data.staging import SHARED_DATA_FIX
 from manygpus.errors import REPOSITORY, UserError, entrypoint, print_line, reason
 from manygpus.jobs import local_job, slurm
-from manygpus.jobs.doctor import login_node
+from manygpus.jobs.doctor import login_node, site_file
 from manygpus.jobs.doctor.checkup import NOTE
 from manygpus.jobs.doctor.findings import (
     FAULT,
@@ -138,6 +140,12 @@ def _parse() -> argparse.Namespace:
         metavar="S",
         help="seconds that the job may stay in the queue (default: %(default)s)",
     )
+    parser.add_argument(
+        "--write-site",
+        action="store_true",
+        help="first write slurm/site.sh, for jobs of --gpus and --nodes; if there is one, it stays, and the "
+        "proposal is slurm/site.sh.new",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument(
         "--plain",
@@ -174,6 +182,10 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
     yield findings
     findings = login_node.check_slurm()
     yield findings
+    if site and options.write_site and not has_fault(findings):
+        yield site_file.write_site(options.shape)
+        site, site_findings = login_node.check_site()
+        yield site_findings
     blocked = site is None or has_fault(findings)
     if site:
         if not blocked:

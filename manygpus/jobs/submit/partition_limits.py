@@ -77,13 +77,13 @@ def excess(asked: Mapping[str, str]) -> Excess | None:
     for partition in map(slurm.fields, shown.splitlines()):
         is_default = names == [""] and partition.get("Default") == "YES"
         if is_default or partition.get("PartitionName") in names:
-            excesses.append(_excess_in(partition, asked))
+            excesses.append(excess_in(partition, asked))
     if not excesses or None in excesses or _is_lifted(excesses[0]):
         return None
     return excesses[0]
 
 
-def _excess_in(partition: Mapping[str, str], asked: Mapping[str, str]) -> Excess | None:
+def excess_in(partition: Mapping[str, str], asked: Mapping[str, str]) -> Excess | None:
     """Return what a job asks for beyond the limits of one partition, whose fields are given."""
     name = partition["PartitionName"]
     for limit in LIMITS:

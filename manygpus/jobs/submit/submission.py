@@ -192,8 +192,7 @@ def send_script(script: Path) -> str:
         UserError: if sbatch refuses it, or does not say whether it has taken it.
     """
     # The script itself has all options, and the user's shell may have some for other jobs.
-    outside = local_job.outside_of_jobs()
-    environment = {name: value for name, value in outside.items() if not name.startswith("SBATCH_")}
+    environment = local_job.without_sbatch_variables()
     done = slurm.ask("sbatch", "--parsable", str(script), env=environment)
     if done.returncode == 0:
         # The name of the cluster may follow.
