@@ -66,7 +66,7 @@ def submit(request: Request) -> Handle:
 def main() -> int:
     request, own_options = submission.parse("single", __doc__)
     if own_options.dry_run:
-        errors.print_line(submission.preview(request))
+        submission.preview(request)
         return 0
     job = submit(request)
     # Its number, its log, and how to stop it.

@@ -146,6 +146,15 @@ class Trial:
     preempts: bool = False
 
 
+@dataclass(frozen=True)
+class Wait:
+    """How long a job has waited since nothing but the queue was before it."""
+
+    nodes: int
+    gpus: int
+    seconds: float
+
+
 def why_not_here() -> str:
     """Return why this machine cannot submit jobs; "" if it can, or the controller is just down."""
     for command in ("sbatch", "srun"):
@@ -287,19 +296,42 @@ def _status_by_accounting(job_ids: Sequence[str]) -> dict[str, JobStatus]:
     return status
 
 
-def test_only(options: Sequence[str], environment: Mapping[str, str]) -> Trial:
-    """Ask whether Slurm would take a job with these options of sbatch, and when it would start it.
+def test_only(options: Sequence[str], environment: Mapping[str, str], script: str = "#!/bin/sh\n") -> Trial:
+    """Ask whether Slurm would take a job, and when it would start it; nothing is submitted.
 
-    Nothing is submitted. Of several partitions Slurm says the start in one, which need not be the first one
-    (seen: 24.11), so a partition that is to be compared with others takes a call of its own.
+    Of several partitions Slurm says the start in one, which need not be the first one (seen: 24.11), so a
+    partition that is to be compared with others takes a call of its own.
     """
     # The form of a time is the user's choice, too.
     environment = {**environment, "SLURM_TIME_FORMAT": "standard"}
-    done = ask("sbatch", "--test-only", *options, "--wrap=true", env=environment)
+    done = ask("sbatch", "--test-only", *options, input=script, env=environment)
     start = re.search(r"Job \d+ to start at (\d{4}-\d\d-\d\dT[\d:]+)", done.stderr)
     if done.returncode or not start:
         return Trial(refusal=sbatch_message(done.stderr) or f"exit code {done.returncode}")
     return Trial(start=datetime.fromisoformat(start[1]), preempts="Preempts:" in done.stderr)
+
+
+def waits(days: int) -> list[Wait]:
+    """Return how long the jobs of this user have waited that started in the last days, by accounting."""
+    done = ask(
+        "sacct",
+        f"--starttime=now-{days}days",
+        "--allocations",
+        "--noheader",
+        "--parsable2",
+        "--format=Eligible,Start,AllocTRES",
+        env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
+    )
+    known = []
+    for line in done.stdout.splitlines():
+        eligible, start, resources = line.split("|")
+        amounts = dict(re.findall(r"([\w/]+)=(\d+)", resources))
+        # Of one that waits, or was cancelled before, a time is Unknown or None.
+        if eligible[:1].isdigit() and start[:1].isdigit():
+            seconds = (datetime.fromisoformat(start) - datetime.fromisoformat(eligible)).total_seconds()
+            nodes, gpus = int(amounts.get("node", 0)), int(amounts.get("gres/gpu", 0))
+            known.append(Wait(nodes=nodes, gpus=gpus, seconds=seconds))
+    return known
 
 
 def is_unclear(refusal: str) -> bool:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from manygpus.files import check_writable, explained
 from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.site import DEFAULT_MINUTES, read_site
 from manygpus.jobs.stages import STAGE_FOLDERS, STAGES, Resources, Stage, resources
-from manygpus.jobs.submit import job_script, partition_limits
+from manygpus.jobs.submit import job_script, partition_limits, waiting
 from manygpus.jobs.submit.request import Request, new_folder
 from manygpus.jobs.submit.slurm_options import of_variables
 from manygpus.jobs.user_program import add_options, from_options, misplaced, note_on_environment, split
@@ -255,8 +256,10 @@ def submitter(stage: Stage) -> Callable[[Request], Handle]:
     return runpy.run_path(str(REPOSITORY / STAGE_FOLDERS[stage.name] / "submit.py"))["submit"]
 
 
-def preview(request: Request) -> str:
-    """Return what would be done: a job script that asks for the same, or the local processes.
+def preview(request: Request) -> None:
+    """Print what would be done: a job script that asks for the same, or the local processes.
+
+    On stderr, as the script may be redirected to a file, notes say when Slurm would start the job.
 
     Raises:
         UserError: as `sending`, as far as can be checked without writing anything.
@@ -264,9 +267,34 @@ def preview(request: Request) -> str:
     check(request)
     if request.why_here:
         command = shlex.join([*request.stage.command, *request.arguments])
-        return f"{request.why_here}: would run as {request.resources.tasks} local process(es) of {command}"
+        processes = f"{request.resources.tasks} local process(es)"
+        print_line(f"{request.why_here}: would run as {processes} of {command}")
+        return
     check_limits(request)
-    return job_script.of_one_job(request)
+    script = job_script.of_one_job(request)
+    print_line(script)
+    for sentence in _forecast(request, script):
+        print_line(f"note: {sentence}", sys.stderr)
+
+
+def _forecast(request: Request, script: str) -> Iterator[str]:
+    """Yield when Slurm would start this job script, and how long earlier jobs of this size have waited."""
+    trial = slurm.test_only([], local_job.without_sbatch_variables(), script=script)
+    if not trial.start:
+        remedy = slurm.advice(trial.refusal)
+        yield f"Slurm does not say when it would start this job ({trial.refusal}): {remedy}"
+        return
+    end = trial.start + timedelta(minutes=request.timeout_min)
+    place = ", in the place of other jobs" if trial.preempts else ""
+    start = f"the start of this job, by Slurm's estimate: {waiting.from_now(trial.start)}{place}"
+    yield f"{start}; its end, at the latest: {end:%Y-%m-%d %H:%M} (--time)"
+    if not waiting.is_now(trial.start):
+        yield waiting.CAUTION
+    shape = request.resources
+    waits = waiting.of_size(slurm.waits(waiting.DAYS), shape)
+    if waits:
+        size = f"your jobs with {shape.gpus} GPU(s) on {shape.nodes} node(s)"
+        yield f"in the last {waiting.DAYS} days {size} waited {waiting.typical(waits)}"
 
 
 def check(request: Request) -> None:
