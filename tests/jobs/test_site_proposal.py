@@ -142,8 +142,9 @@ def test_the_partition_that_fits_and_starts_first(checkout: Checkout) -> None:
 def test_a_site_file_stays_as_it_is_with_the_proposal_beside_it(checkout: Checkout, rule: Path) -> None:
     rule.write_text(f"return function(job) return {HAS_MEMORY} end")
     text = (
-        "export SBATCH_PARTITION=nowhere # the old one\n"
+        "export SBATCH_PARTITION=older\n"
         "activate_environment() { true; }\n"
+        "export SBATCH_PARTITION=nowhere # the old one\n"
         "SITE_GPUS=(--gpus=%d --constraint=a100)\n"
     )
     checkout.site(text)
@@ -153,11 +154,8 @@ def test_a_site_file_stays_as_it_is_with_the_proposal_beside_it(checkout: Checko
     file = checkout.folder / "slurm" / "site.sh"
     assert file.read_text() == text
     # Its own way to ask for GPUs is taken, and kept.
-    assert proposed.lines == [
-        "export SBATCH_PARTITION=practice",
-        *text.splitlines()[1:],
-        "SITE_MEM=",
-    ]
+    kept = text.splitlines()
+    assert proposed.lines == [*kept[:2], "export SBATCH_PARTITION=practice", kept[3], "SITE_MEM="]
     file.with_name("site.sh.new").rename(file)
     written = write_site(checkout)
     assert (written.lines, written.faults) == (proposed.lines, [])

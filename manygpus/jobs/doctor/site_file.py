@@ -37,22 +37,26 @@ def write_site(shape: Resources) -> list[Finding]:
 
 
 def with_settings(text: str, settings: Mapping[str, str]) -> str:
-    """Return the text of a site file with these settings; "" for an SBATCH_* variable comments its line out.
+    """Return the text of a site file with these settings; "" for an SBATCH_* variable takes it out.
 
     A setting takes the place of the line that sets it, if that is a plain one, or of the line of the example
     that shows it. Else it comes last. All other lines are kept.
     """
     for name, value in settings.items():
         export = "export " if name.startswith("SBATCH_") else ""
-        line = f"{export}{name}={shlex.quote(value) if value else ''}"
-        if export and not value:
-            line = f"#{line}"
         own_line = rf"^(?:export +)?{name}=[\w@%+:,./=-]*"
         of_the_example = rf"^#{export}{name}=\S*"
-        for pattern in (own_line, of_the_example):
-            # The comment behind it stays where it is.
-            place = re.search(rf"{pattern}(?P<space> *)(?=#|$)", text, re.MULTILINE)
-            if place:
+        if export and not value:
+            line = f"unset {name}"
+            patterns = [own_line]
+        else:
+            line = f"{export}{name}={shlex.quote(value) if value else ''}"
+            patterns = [own_line, of_the_example]
+        for pattern in patterns:
+            places = [*re.finditer(rf"{pattern}(?P<space> *)(?=#|$)", text, re.MULTILINE)]
+            if places:
+                # The last one counts. The comment behind it stays where it is.
+                place = places[-1]
                 before, behind = text[: place.start()], text[place.end() :]
                 space = " " * max(len(place[0]) - len(line), 1) if place["space"] else ""
                 text = f"{before}{line}{space}{behind}"

@@ -6,7 +6,7 @@ same, from 26.05 on even on too many nodes. It needs only the standard library.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from manygpus.jobs import slurm
@@ -63,18 +63,24 @@ LIMITS = (
 )
 
 
-def excess(asked: Mapping[str, str]) -> Excess | None:
+def read_partitions() -> list[dict[str, str]]:
+    """Return the fields of all partitions: Slurm is asked once."""
+    shown = slurm.ask("scontrol", "--all", "--oneliner", "show", "partition").stdout
+    return [*map(slurm.fields, shown.splitlines())]
+
+
+def excess(asked: Mapping[str, str], partitions: Sequence[Mapping[str, str]] | None = None) -> Excess | None:
     """Return what a job asks for that its partition does not allow, so that it would never start.
 
-    Of several partitions one that allows it will do. Slurm is asked once.
+    Of several partitions one that allows it will do.
 
     Args:
         asked: options of sbatch by their names without dashes, of which partition, time, nodes and mem count.
+        partitions: those of `read_partitions`, which is called without them.
     """
     names = asked.get("partition", "").split(",")
-    shown = slurm.ask("scontrol", "--all", "--oneliner", "show", "partition").stdout
     excesses = []
-    for partition in map(slurm.fields, shown.splitlines()):
+    for partition in read_partitions() if partitions is None else partitions:
         is_default = names == [""] and partition.get("Default") == "YES"
         if is_default or partition.get("PartitionName") in names:
             excesses.append(excess_in(partition, asked))

@@ -4,11 +4,15 @@ Slurm plans the starts of jobs from the time limits of those before them, so its
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
-from manygpus.jobs.slurm import Wait
+from manygpus.jobs import local_job, slurm
+from manygpus.jobs.site import Site
+from manygpus.jobs.slurm import Trial, Wait
 from manygpus.jobs.stages import Resources
+from manygpus.jobs.submit import partition_limits
+from manygpus.jobs.submit.slurm_options import of_variables, sbatch_options
 
 # Waits of so many days count: the load of a cluster changes over the year.
 DAYS = 14
@@ -16,6 +20,29 @@ CAUTION = (
     "such an estimate changes with the queue: the start comes earlier if jobs end before their time limits, "
     "and later if jobs of higher priority are submitted"
 )
+
+
+def planned(
+    site: Site, shape: Resources, minutes: int, partitions: Sequence[Mapping[str, str]] | None = None
+) -> Trial:
+    """Ask Slurm once when it would start a job of this shape, as `submit.py` would request it.
+
+    Args:
+        minutes: its time limit.
+        partitions: those of `partition_limits.read_partitions`, where several shapes are asked for.
+    """
+    asked = {
+        "nodes": str(shape.nodes),
+        "ntasks-per-node": str(shape.tasks_per_node),
+        **sbatch_options(site, shape),
+        **of_variables(site.sbatch),
+        "time": str(minutes),
+    }
+    beyond = partition_limits.excess(asked, partitions)
+    if beyond:
+        return Trial(refusal=f"{beyond.reason}: {beyond.limit}")
+    options = [f"--{option}={value}" for option, value in asked.items()]
+    return slurm.test_only(options, local_job.without_sbatch_variables())
 
 
 def of_size(waits: Sequence[Wait], shape: Resources) -> list[float]:
