@@ -29,6 +29,7 @@ from manygpus.jobs.stages import STAGES, Stage
 from manygpus.jobs.submit import submission
 from manygpus.jobs.submit.request import read_options
 from manygpus.jobs.sweeps import execution, varied_options
+from manygpus.jobs.sweeps.metric import MAXIMIZE, MINIMIZE, metric
 from manygpus.jobs.sweeps.plan import STRONG, Grid, PlannedRun
 from manygpus.jobs.sweeps.sweep import Sweep
 from manygpus.jobs.user_program import add_options
@@ -72,6 +73,8 @@ OPTIONS_OF_PLAIN_SWEEPS = {
     "scaling",
     "vary",
     "chdir",
+    "metric",
+    "goal",
     "repeats",
     "max_jobs",
     "gpus_per_node",
@@ -162,6 +165,7 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
         passed_on=submission.passed_on(own_options),
         plain=bool(own_options.plain),
         chdir=own_options.chdir,
+        metric=metric(own_options.metric, own_options.goal) if own_options.metric else None,
     )
 
 
@@ -234,6 +238,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     """Return the sweep's own options, and the arguments of every run."""
     parser = Parser(description=__doc__, epilog=NOTES)
     _add_lists(parser)
+    _add_metric(parser)
     _add_constraints(parser)
     _add_jobs(parser)
     parser.add_argument(
@@ -244,6 +249,11 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     )
     own_words, for_training = submission.split(sys.argv[1:])
     own_options, unknown = parser.parse_known_args(own_words)
+    if bool(own_options.metric) != bool(own_options.goal):
+        parser.error(
+            f"--metric and --goal go together: --goal {MINIMIZE} if the lowest number is the best, as of a "
+            f"loss, --goal {MAXIMIZE} if the highest is"
+        )
     if own_options.gpus is None:
         own_options.gpus = DEFAULT_GPUS_WITH_VARY if own_options.vary else DEFAULT_GPUS
     for option in own_options.vary:
@@ -340,6 +350,22 @@ def _add_lists(parser: Parser) -> None:
         default=1,
         metavar="N",
         help="runs of each, with different seeds (default: 1)",
+    )
+
+
+def _add_metric(parser: Parser) -> None:
+    """Add the number by which runs are compared."""
+    table = parser.add_argument_group("the table of the runs, the best first")
+    table.add_argument(
+        "--metric",
+        metavar="NAME",
+        type=given,
+        help="a column of the record, such as test_accuracy, the words in front of a number in the log, such "
+        "as val_loss, or a regular expression whose group marks the number: 'val_loss=([\\d.]+)'; in the log "
+        "the last one counts",
+    )
+    table.add_argument(
+        "--goal", choices=(MINIMIZE, MAXIMIZE), help="whether the lowest or the highest number is the best"
     )
 
 

@@ -148,6 +148,11 @@ def last_line(lines: Sequence[str], said: Sequence[str] = ()) -> str:
     return ""
 
 
+def is_of_the_kit(line: str) -> bool:
+    """Return whether the kit or Slurm has added this line to what the script has printed."""
+    return bool(BEFORE_THE_SCRIPT.match(line) or AFTER_THE_SCRIPT.match(line))
+
+
 def _errors(lines: Iterable[str]) -> list[Error]:
     """Return the errors in a log, in their order."""
     errors: list[Error] = []

@@ -4,6 +4,7 @@ Every test works on a copy of the checkout, so that it can have a site file of i
 planted in a stage script. There is a space in its path.
 """
 
+import csv
 import re
 import shlex
 import signal
@@ -74,6 +75,7 @@ APART = {"SBATCH_EXCLUSIVE": "exclusive"}  # as the documents say
 def test_a_killed_sweep_resumes_and_a_failing_run_leaves_the_others(on_cluster: SweepCheckout) -> None:
     on_cluster.plant("ddp", "if os.environ['SLURM_NTASKS'] == '1': raise ValueError('planted')")
     arguments = (*SMALL, "--epochs", 2, "--stages", "single,ddp", "--precision", "fp32", "--max-jobs", 2)
+    arguments += ("--metric", "test_accuracy", "--goal", "maximize")
     single, ddp1, ddp2 = RUNS
     with ThreadPoolExecutor() as background:
         killed = background.submit(on_cluster.start_sweep, *arguments)
@@ -97,6 +99,12 @@ def test_a_killed_sweep_resumes_and_a_failing_run_leaves_the_others(on_cluster: 
     assert on_cluster.compared() == [("ddp", 2), ("single", 1)]
     assert [row["job_id"] for row in on_cluster.rows(single)] == [before[single]] * 2
     assert "epoch 2/2" in (on_cluster.sweep / single / "log.out").read_text()
+    # The best run comes first, whether it ran before the sweep was killed or after, and the failed one last.
+    with (on_cluster.sweep / "sweep.csv").open(newline="") as file:
+        ranked = {row["run"]: row["metric"] for row in csv.DictReader(file)}
+    recorded = {run: str(on_cluster.rows(run)[-1]["test_accuracy"]) for run in (single, ddp2)}
+    assert ranked == recorded | {ddp1: ""} and [*ranked][-1] == ddp1
+    assert float(ranked[[*ranked][0]]) >= float(ranked[[*ranked][1]])
     assert most_at_a_time(on_cluster) <= 2
 
 

@@ -53,6 +53,7 @@ def test_an_option_of_a_script_is_varied_and_the_table_tells_how_its_runs_ended(
 
     def swept(lrs: str) -> str:
         options = ("--local", "--out", sweep, "--gpus", 1, "--batch-size", 8, "--vary", f"lr={lrs}")
+        options += ("--metric", "val loss", "--goal", "minimize")
         theirs = ("--batch_size", "{batch/gpus}", "--dir", "{folder}")
         done = checkout.python("slurm/sweep.py", *options, "--plain", script, *theirs, cwd=script.parent)
         assert done.returncode == ("9" in lrs), done.stdout + done.stderr
@@ -69,9 +70,10 @@ def test_an_option_of_a_script_is_varied_and_the_table_tells_how_its_runs_ended(
         "train-1gpu-batch8-lr9-r1": ("failed", "1", "lr is too large"),
     }
     assert all(float(row["seconds"]) > 0 and row["batch"] == "8" for row in by_run.values())
-    # It resumes: other values add runs, and what has finished is not run again.
-    assert "2 runs, 1 of them finished" in swept("0.4,0.8")
-    assert {row["lr"] for row in rows(sweep).values()} == {"0.4", "8", "9", "0.8"}
+    # It resumes: other values add runs, and what has finished is not run again. The lowest loss comes first.
+    assert "2 runs, 1 of them finished" in swept("0.2,0.4")
+    ranked = [(row["lr"], row["metric"]) for row in rows(sweep).values()]
+    assert ranked[:2] == [("0.2", "0.025"), ("0.4", "0.05")] and {*ranked[2:]} == {("8", ""), ("9", "")}
     logs = [log.read_text() for log in sweep.glob("*/job/*_0_log.out")]
     assert len(logs) == 4 and not any("resumed" in log for log in logs)
 
@@ -156,6 +158,9 @@ def test_options_of_a_stage_are_varied_by_the_same_door(checkout: Checkout) -> N
         ("--plain train.py {batch}", "give --batch-size"),
         ("--gpus 2 --batch-size 7 --plain train.py {batch/gpus}", "7 does not divide evenly among 2 GPUs"),
         ("--vary batch_size=1,2 --stages single", "itself has"),
+        ("--metric loss --plain train.py", "--goal"),
+        ("--metric loss=[0-9]+ --goal minimize --plain train.py", "0 groups"),
+        ("--metric loss=( --goal minimize --plain train.py", "--metric loss=("),
     ],
 )
 def test_what_cannot_be_varied_is_refused_in_one_sentence(

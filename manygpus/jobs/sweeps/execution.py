@@ -17,6 +17,7 @@ from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.submit import job_script, submission
 from manygpus.jobs.sweeps import progress_table
 from manygpus.jobs.sweeps.plan import PlannedRun
+from manygpus.jobs.sweeps.recorded_runs import recorded_runs
 from manygpus.jobs.sweeps.sweep import Sweep
 from manygpus.jobs.watch import job_status
 from manygpus.jobs.watch.job_status import Handle, LocalHandle, SlurmHandle, State
@@ -336,11 +337,19 @@ def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | Non
 def _report(sweep: Sweep, planned: Sequence[PlannedRun], report: Report) -> int:
     """Report on the finished runs; return the exit code."""
     csvs = sweep.finished_csvs()
-    if sweep.plain:
+    if sweep.plain or sweep.metric:
         print_line("")
-        print_table(progress_table.write(sweep.folder))
-        print_line(f"table    {sweep.folder / progress_table.TABLE}")
-        csvs = [csv for recorded in sweep.runs("*") for csv in recorded.csvs]
+        table = progress_table.write(sweep.folder, sweep.metric)
+        print_table(table)
+        order = f", {sweep.metric.order}" if sweep.metric else ""
+        print_line(f"table    {sweep.folder / progress_table.TABLE}{order}")
+        if sweep.metric and not any(row[table[0].index(progress_table.METRIC)] for row in table[1:]):
+            print_line(
+                f"note: no run has a number for --metric {sweep.metric.text}, neither in its record nor in "
+                "its log: correct it, and give the command again, which runs nothing twice"
+            )
+    if sweep.plain:
+        csvs = [csv for recorded in recorded_runs(sweep.folder) for csv in recorded.csvs]
     if csvs:
         print_line("")
         times_by_the_doctor = sweep.site.results_dir / "all_reduce"

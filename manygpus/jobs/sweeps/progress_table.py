@@ -1,4 +1,4 @@
-"""How the runs of a plain script have ended, as a table: a script may write no record that tells it.
+"""How the runs of a sweep have ended, as a table: a plain script may write no record that tells it.
 
 What a run is stands in its own folder, and how it has ended in the folder of its job, so that a sweep that
 resumes has the runs of earlier calls.
@@ -15,10 +15,13 @@ from manygpus import job_folder
 from manygpus.files import replacing
 from manygpus.jobs import job_log
 from manygpus.jobs.submit.job_script import JOB, LOG
+from manygpus.jobs.sweeps.metric import Metric
 from manygpus.jobs.sweeps.plan import PlannedRun
 
 # In the folder of a run; in that of the sweep.
 RUN, TABLE = "run.json", "sweep.csv"
+# Columns of the table: what a run asks for, and the number by which runs are compared.
+SHAPE, METRIC = ("gpus", "nodes", "batch"), "metric"
 # Of the last line of a log, in characters: the whole is in the CSV.
 MOST_OF_A_LINE = 60
 
@@ -107,13 +110,22 @@ def _read(folder: Path) -> dict:
     return json.loads((folder / RUN).read_text(encoding="utf-8"))
 
 
-def write(sweep: Path) -> list[tuple[str, ...]]:
-    """Write a row for each run that was sent to the CSV of a sweep; return them as text, the titles first."""
+def write(sweep: Path, metric: Metric | None = None) -> list[tuple[str, ...]]:
+    """Write a row for each run that was sent to the CSV of a sweep; return them as text, the titles first.
+
+    With a metric, the best run comes first, and those that failed come last, whatever they had reached.
+    """
     runs = [_read(path.parent) for path in sweep.glob(f"*/{RUN}")]
     runs.sort(key=lambda run: (run["gpus"], run["batch"] or 0, run["run"]))
     names = list(dict.fromkeys(name for run in runs for name in run["settings"]))
-    titles = ("run", *names, "gpus", "nodes", "batch", "state", "seconds", "exit_code", "last_line")
-    table = [_cells(run, sweep / run["run"], names) for run in runs]
+    if metric:
+        for run in runs:
+            folder = sweep / run["run"]
+            run[METRIC] = metric.of_run(sweep, run["run"], (folder / LOG).resolve())
+        runs.sort(key=lambda run: (not has_finished(sweep / run["run"]), metric.sort_key(run[METRIC])))
+    of_metric = (METRIC,) if metric else ()
+    titles = ("run", *names, *SHAPE, *of_metric, "state", "seconds", "exit_code", "last_line")
+    table = [_cells(run, sweep / run["run"], names, (*SHAPE, *of_metric)) for run in runs]
     with replacing(sweep / TABLE) as file:
         csv.writer(file, lineterminator="\n").writerows([titles, *table])
     shown = [titles]
@@ -125,9 +137,9 @@ def write(sweep: Path) -> list[tuple[str, ...]]:
     return shown
 
 
-def _cells(run: dict, folder: Path, names: Sequence[str]) -> tuple[str, ...]:
+def _cells(run: dict, folder: Path, names: Sequence[str], facts: Sequence[str]) -> tuple[str, ...]:
     varied = [run["settings"].get(name) for name in names]
     state = "finished" if has_finished(folder) else "failed"
     end = _ended(folder)
-    cells = (run["run"], *varied, run["gpus"], run["nodes"], run["batch"], state, end.seconds, end.exit_code)
+    cells = (run["run"], *varied, *(run[name] for name in facts), state, end.seconds, end.exit_code)
     return (*("" if cell is None else str(cell) for cell in cells), end.last_line)

@@ -13,11 +13,10 @@ module checks only numbers, so that hundreds of runs are checked at once; only t
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from manygpus.config.command_line import check_divides
 from manygpus.config.options import Options
@@ -28,9 +27,10 @@ from manygpus.jobs.stages import Stage
 from manygpus.jobs.submit import job_script, submission
 from manygpus.jobs.submit.request import Request, new_folder, read_options
 from manygpus.jobs.sweeps import progress_table, varied_options
+from manygpus.jobs.sweeps.metric import Metric
 from manygpus.jobs.sweeps.plan import Grid, PlannedRun, SweepPlan
+from manygpus.jobs.sweeps.recorded_runs import recorded_runs
 from manygpus.jobs.sweeps.varied_options import Setting
-from manygpus.record import records
 from manygpus.record.columns import DP
 
 
@@ -47,6 +47,7 @@ class Sweep:
         plain: its script does not use the kit, and gets only its own arguments.
         passed_on: options of sbatch and their values, for all runs.
         chdir: each run starts in its own folder.
+        metric: by which its table of runs is sorted.
 
     Raises:
         UserError: for options that the runs cannot share.
@@ -64,6 +65,7 @@ class Sweep:
     passed_on: Mapping[str, str] = field(default_factory=dict)
     plain: bool = False
     chdir: bool = False
+    metric: Metric | None = None
 
     def __post_init__(self) -> None:
         if self.opts.checkpoint_dir or self.opts.resume != "never":
@@ -250,8 +252,7 @@ class Sweep:
         check_writable(run_folder, "the run", "free the space, or give a different --out.")
         for name in (job_script.JOB, job_script.LOG):
             (run_folder / name).unlink(missing_ok=True)
-        if self.plain:
-            progress_table.describe(run_folder, run)
+        progress_table.describe(run_folder, run)
 
     def has_finished(self, run: PlannedRun) -> bool:
         """Return whether a run has ended well: by its CSV, or for a plain script by its job's outcome."""
@@ -265,27 +266,8 @@ class Sweep:
         A run whose job came back to the queue has several, the last one of which is the last here.
         """
         finished = []
-        for recorded in self.runs(name):
+        for recorded in recorded_runs(self.folder, name):
             last = recorded.rows[-1]
             if last["epoch"] >= self.opts.epochs or last["ended"]:
                 finished += recorded.csvs
         return finished
-
-    def runs(self, name: str) -> Iterator["RecordedRun"]:
-        """Yield what the run called `name` has recorded; `*` for all runs."""
-        files: dict[str, Path] = {}
-        starts: dict[str, list[records.Row]] = {}
-        for csv in sorted(self.folder.glob(f"{name}/runs/*.csv")):
-            with suppress(records.RecordError):
-                starts |= records.by_run(records.read(csv))
-                files[csv.stem] = csv
-        for rows in records.join(starts).values():
-            starts_in_order = dict.fromkeys(row["start"] for row in rows)
-            yield RecordedRun(csvs=[files[start] for start in starts_in_order], rows=rows)
-
-
-class RecordedRun(NamedTuple):
-    """What a run has recorded: a CSV for each of its starts, and the rows of all of them."""
-
-    csvs: list[Path]
-    rows: list[records.Row]
