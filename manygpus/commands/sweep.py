@@ -256,11 +256,12 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         )
     if own_options.gpus is None:
         own_options.gpus = DEFAULT_GPUS_WITH_VARY if own_options.vary else DEFAULT_GPUS
-    for option in own_options.vary:
-        if "" in option.values and option.name not in varied_options.in_braces(for_training):
+    settings = [setting for option in own_options.vary for choice in option.choices for setting in choice]
+    for setting in settings:
+        if not setting.value and setting.name not in varied_options.in_braces(for_training):
             parser.error(
-                f"--vary {option.name} has an empty value: put {{{option.name}}} among the arguments of the "
-                "script, where that value leaves it out"
+                f"--vary {setting.name} has an empty value: put {{{setting.name}}} among the arguments of "
+                "the script, where that value leaves it out"
             )
     if own_options.plain:
         _refuse_for_plain(parser, own_options, unknown)
@@ -268,9 +269,9 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         return own_options, for_training
     if own_options.chdir:
         parser.error("--chdir is for plain scripts: ours write nothing where they start")
-    for option in own_options.vary:
-        if option.name.replace("-", "_") in vars(own_options):
-            parser.error(f"--vary {option.name}: sweep.py itself has an option of that name")
+    for setting in settings:
+        if setting.name.replace("-", "_") in vars(own_options):
+            parser.error(f"--vary {setting.name}: sweep.py itself has an option of that name")
     return own_options, ["--epochs", own_options.epochs, *unknown, *for_training]
 
 
@@ -315,8 +316,10 @@ def _add_lists(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="NAME=LIST",
-        help="values of an option of the script; each replaces {NAME} in its arguments, "
-        "or follows them as --NAME VALUE; brackets and quotes protect commas; may be given several times",
+        help="values of an option of the script; each replaces {NAME} in its arguments, or follows them as "
+        "--NAME VALUE; brackets and quotes protect commas; NAME alone is a flag, with and without; "
+        "NAME,NAME=[VALUE,VALUE],[VALUE,VALUE] vary together; FILE.yaml has lists by their names; may be "
+        "given several times",
     )
     matrix.add_argument(
         "--scaling",

@@ -135,6 +135,24 @@ def test_there_is_one_run_for_each_value(checkout: Checkout) -> None:
     assert commands == [["python", str(script), *words] for words in expected]
 
 
+def test_a_file_a_flag_and_options_together_are_varied_with_each_other(checkout: Checkout) -> None:
+    script = write(checkout)
+    (script.parent / "grid.yaml").write_text("optimizer: [adam, sgd]\n")
+    options = ("--local", "--dry-run", "--vary", "grid.yaml", "--vary", "width,lr=[64,0.1],[128,0.05]")
+    options += ("--vary", "use-ema")
+    done = checkout.python("slurm/sweep.py", *options, "--plain", script, "o={optimizer}", cwd=script.parent)
+    commands = [
+        shlex.split(line) for line in succeeded(done).stdout.splitlines() if line.startswith("    python")
+    ]
+    together = ("--width 64 --lr 0.1", "--width 128 --lr 0.05")
+    assert [words[2:] for words in commands] == [
+        [f"o={optimizer}", *sizes.split(), *flag]
+        for optimizer in ("adam", "sgd") for sizes in together for flag in (["--use-ema"], [])
+    ]  # fmt: skip
+    names = re.findall("^(train-\\S+) +to run", done.stdout, re.MULTILINE)
+    assert len({*names}) == 8 and "train-1gpu-optimizersgd-width64-lr0.1-no-use-ema-r1" in names
+
+
 def test_options_of_a_stage_are_varied_by_the_same_door(checkout: Checkout) -> None:
     stage = ("--local", "--no-cuda", "--stages", "single", "--gpus", 1, "--dataset", "synthetic")
     vary = ("--vary", "seed=3,7", "--vary", "width=16,32")
@@ -147,7 +165,9 @@ def test_options_of_a_stage_are_varied_by_the_same_door(checkout: Checkout) -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--vary lr --plain train.py", "NAME=VALUE"),
+        ("--vary grid.yaml --plain train.py", "grid.yaml cannot be read"),
+        ("--vary lr,batch_size=[1,2],3 --plain train.py", "each of lr, batch_size"),
+        ("--vary lr --stages single", "expected one argument"),
         ("--vary lr= --plain train.py", "NAME=VALUE"),
         ("--vary lr=1, --plain train.py", "--vary lr has an empty value"),
         ("--vary lr=[1,2 --plain train.py", "argument --vary"),

@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from manygpus.jobs.stages import Resources, Stage, resources
-from manygpus.jobs.sweeps.varied_options import Setting
+from manygpus.jobs.sweeps.varied_options import Settings
 
 # What stays the same on every number of GPUs: the global batch size, that of each GPU, or each in turn.
 STRONG, WEAK, BOTH = "strong", "weak", "both"
@@ -32,7 +32,7 @@ class PlannedRun:
     num_workers: int | None
     train_size: int | None
     repeat: int
-    settings: tuple[Setting, ...] = ()
+    settings: Settings = ()
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class Grid:
     repeats: int = 1
     scaling: str = STRONG
     gpus_per_node: int | None = None
-    settings: tuple[tuple[Setting, ...], ...] = ((),)
+    settings: tuple[Settings, ...] = ((),)
 
     def combinations(self) -> Iterator["Combination"]:
         """Yield every combination; strong and weak scaling may give the same one.
@@ -130,7 +130,7 @@ class Combination:
     num_workers: int | None
     train_size: int | None
     repeat: int
-    settings: tuple[Setting, ...]
+    settings: Settings
 
     def run(self, cpus_per_gpu: int) -> PlannedRun:
         """Return the run with these values.

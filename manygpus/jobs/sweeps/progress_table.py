@@ -15,6 +15,7 @@ from manygpus import job_folder
 from manygpus.files import replacing
 from manygpus.jobs import job_log
 from manygpus.jobs.submit.job_script import JOB, LOG
+from manygpus.jobs.sweeps import varied_options
 from manygpus.jobs.sweeps.metric import Metric
 from manygpus.jobs.sweeps.plan import PlannedRun
 
@@ -48,7 +49,7 @@ def describe(folder: Path, run: PlannedRun) -> None:
     """
     description = {
         "run": run.name,
-        "settings": dict(run.settings),
+        "settings": varied_options.values(run.settings),
         "gpus": run.shape.gpus,
         "nodes": run.shape.nodes,
         "batch": run.batch_size,

@@ -30,7 +30,7 @@ from manygpus.jobs.sweeps import progress_table, varied_options
 from manygpus.jobs.sweeps.metric import Metric
 from manygpus.jobs.sweeps.plan import Grid, PlannedRun, SweepPlan
 from manygpus.jobs.sweeps.recorded_runs import recorded_runs
-from manygpus.jobs.sweeps.varied_options import Setting
+from manygpus.jobs.sweeps.varied_options import Settings
 from manygpus.record.columns import DP
 
 
@@ -118,7 +118,7 @@ class Sweep:
             opts = replace(opts, batch_size=run.batch_size, train_size=run.train_size)
             submission.check_sizes(opts, run.stage, run.shape)
 
-    def _options(self, stage: Stage, settings: tuple[Setting, ...]) -> Options:
+    def _options(self, stage: Stage, settings: Settings) -> Options:
         """Return what the arguments mean with these settings.
 
         Raises:
@@ -238,7 +238,7 @@ class Sweep:
         program = run.stage.program
         if program is None or program.when_requeued is None:
             return run.stage
-        values = {**self._values_in_braces(run), **dict(run.settings)}
+        values = {**self._values_in_braces(run), **varied_options.values(run.settings)}
         words = varied_options.filled(program.when_requeued, settings=(), known=values)
         return run.stage.with_program(replace(program, when_requeued=words))
 
