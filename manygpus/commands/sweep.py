@@ -53,13 +53,17 @@ Jobs that share a node can slow each other down. --max-jobs 1, or `export SBATCH
 whole nodes, keeps them apart; on the practice cluster, where all nodes are one machine, only --max-jobs 1
 does.
 
-Without Slurm the runs are processes of this machine, one run at a time. Without GPUs, CPU cores stand
-in for them, one thread each.
+Without Slurm, and with --local, the runs are processes of this machine, one run at a time. With
+--max-jobs 4 four run at a time, each with its part of the cores, and with its own GPUs, or a share if
+there are too few: so many small runs fit into one job. Without GPUs, CPU cores stand in for them, one
+thread each.
 
 A sweep ends with how many GPUs to ask for (results/how_many_gpus.py)."""
 
 
 DEFAULT_BATCH_SIZES = (256,)
+# Jobs of Slurm that run at a time. On one machine, runs at a time slow each other down.
+DEFAULT_MAX_JOBS = 4
 # Who varies an option expects a run for each value, not one more for each of two numbers of GPUs.
 DEFAULT_GPUS, DEFAULT_GPUS_WITH_VARY = (1, 2), (1,)
 # The options that a sweep of plain scripts has, too.
@@ -110,14 +114,26 @@ def main() -> int:
         return 0
     _warn_of_shared_files(planned_sweep, runs)
     if planned_sweep.why_here:
-        print_line(f"{planned_sweep.why_here}: one run at a time, as processes of this machine")
+        print_line(f"{planned_sweep.why_here}: {_places(planned_sweep, runs)}, as processes of this machine")
     with planned_sweep.claim(stages[0].words if is_users_own else ()):
         return execution.run(
             planned_sweep,
             runs,
-            own_options.max_jobs,
+            own_options.max_jobs or DEFAULT_MAX_JOBS,
             report=partial(_report, own_options=own_options),
         )
+
+
+def _places(planned_sweep: Sweep, runs: list[PlannedRun]) -> str:
+    """Return how many runs this machine has at a time, and whether they share its GPUs."""
+    places = planned_sweep.places
+    if places == 1:
+        return "one run at a time"
+    needed = places * max(run.shape.gpus for run in runs)
+    if planned_sweep.gpus_here and needed > planned_sweep.gpus_here:
+        return f"{places} runs at a time, which share {planned_sweep.gpus_here} GPU(s)"
+    its_own = "cores and GPUs" if planned_sweep.gpus_here else "cores"
+    return f"{places} runs at a time, each with its own {its_own}"
 
 
 def _grid(own_options: argparse.Namespace, stages: tuple[Stage, ...]) -> Grid:
@@ -160,6 +176,7 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
         minutes=own_options.time or site.minutes or submission.DEFAULT_MINUTES,
         why_here=why_here,
         gpus_here=local_job.gpus_here() if why_here and not opts.no_cuda else 0,
+        places=own_options.max_jobs or 1 if why_here else 1,
         cpus_per_gpu=own_options.cpus_per_gpu,
         partition=own_options.partition,
         passed_on=submission.passed_on(own_options),
@@ -401,7 +418,10 @@ def _add_jobs(parser: Parser) -> None:
     """Add how the runs are sent as jobs."""
     jobs = parser.add_argument_group("jobs")
     jobs.add_argument(
-        "--max-jobs", type=at_least(1), default=4, metavar="N", help="jobs that run at a time (default: 4)"
+        "--max-jobs",
+        type=at_least(1),
+        metavar="N",
+        help=f"runs at a time (default: {DEFAULT_MAX_JOBS} jobs in Slurm, one run on this machine)",
     )
     jobs.add_argument(
         "--gpus-per-node",

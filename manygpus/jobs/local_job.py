@@ -68,6 +68,35 @@ def _chosen_gpus(count: int) -> list[str]:
 
 
 @contextmanager
+def in_place(place: int, places: int, gpus: int) -> Iterator[None]:
+    """Have the jobs that are started meanwhile run in one of several places of this machine.
+
+    Each place has cores of its own, and begins with other GPUs of those that this machine has: with its own
+    where there are enough for all places, and else it shares them.
+
+    Args:
+        place: its number, from 0 on.
+        places: how many there are.
+        gpus: the number of GPUs of this machine, or of those that its user has chosen.
+    """
+    cores_before, variables_before = os.sched_getaffinity(0), dict(os.environ)
+    cores = sorted(cores_before)
+    first, behind = (number * len(cores) // places for number in (place, place + 1))
+    if gpus:
+        chosen = _chosen_gpus(gpus)
+        begin = place * gpus // places
+        os.environ |= dict.fromkeys(VISIBLE, ",".join(chosen[begin:] + chosen[:begin]))
+    # A machine with many GPUs may have fewer cores than places.
+    os.sched_setaffinity(0, cores[first:behind] or cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores_before)
+        os.environ.clear()
+        os.environ.update(variables_before)
+
+
+@contextmanager
 def in_the_background(output: Path) -> Iterator[None]:
     """Start processes in a session of their own, which write to the file `output`.
 

@@ -1,9 +1,12 @@
 """slurm/sweep.py over options of a script that knows nothing of the kit, and over those of our stages."""
 
 import csv
+import json
+import os
 import re
 import shlex
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -192,6 +195,38 @@ def test_what_cannot_be_varied_is_refused_in_one_sentence(
     assert done.stderr.count("\n") == 1
 
 
+# The first two meet, and the first then fails. The second ends only when the third has begun.
+MET = """
+import json, os, sys, time
+from pathlib import Path
+
+folder, number = Path(sys.argv[2]), sys.argv[4]
+place = {"cores": sorted(os.sched_getaffinity(0)), "gpu": os.environ["CUDA_VISIBLE_DEVICES"]}
+(folder / f"{number}.new").write_text(json.dumps(place))
+(folder / f"{number}.new").rename(folder / number)
+for other in {"1": "2", "2": "13"}.get(number, ""):
+    while not (folder / other).exists():
+        time.sleep(0.1)
+sys.exit(number == "1")
+"""
+
+
+def test_runs_on_one_machine_have_places_of_their_own_which_the_next_ones_take(checkout: Checkout) -> None:
+    checkout.redefine("manygpus/jobs/local_job.py", "def gpus_here(): return 2")
+    script, sweep = write(checkout), checkout.folder / "a sweep"
+    script.write_text(MET)
+    options = ("--local", "--max-jobs", 2, "--out", sweep, "--vary", "number=1,2,3")
+    env = {"CUDA_VISIBLE_DEVICES": "5,7"}
+    done = checkout.python("slurm/sweep.py", *options, "--plain", script, "--folder", script.parent, **env)
+    assert done.returncode == 1, done.stdout + done.stderr
+    states = {row["number"]: (row["state"], row["exit_code"]) for row in rows(sweep).values()}
+    assert states == {"1": ("failed", "1"), "2": ("finished", "0"), "3": ("finished", "0")}, done.stdout
+    first, second, third = (json.loads((script.parent / number).read_text()) for number in "123")
+    assert (first["gpu"], second["gpu"]) == ("5", "7") and third == first
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not {*first["cores"]} & {*second["cores"]}
+
+
 # The first of three is stopped once, and comes back; the last one fails.
 STOPPED = """
 import os, signal, sys, time
@@ -241,6 +276,45 @@ def test_runs_of_one_shape_are_an_array_whose_jobs_go_each_their_own_way(on_clus
     listed = on_cluster.python("slurm/jobs.py").stdout.splitlines()
     numbers = {line.split()[2]: line.split()[0] for line in reversed(listed) if "train-1gpu" in line}
     assert numbers == {f"train-1gpu-lr{lr}-r1": f"{job[:-2]}_{lr}" for lr in (1, 2, 3)}, listed
+
+
+# The second does not end before it has begun twice.
+BEGUN_TWICE = """
+import sys, time
+from pathlib import Path
+
+begun = Path(sys.argv[2]) / f"begun by {sys.argv[4]}"
+with begun.open("a") as file:
+    file.write("x")
+while sys.argv[4] == "2" and begun.read_text() == "x":
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.full
+def test_a_sweep_within_a_job_that_comes_back_keeps_what_has_finished(on_cluster: Checkout) -> None:
+    script, sweep = write(on_cluster), on_cluster.folder / "a sweep"
+    script.write_text(BEGUN_TWICE)
+    command = [
+        sys.executable,
+        on_cluster.folder / "slurm/sweep.py",
+        "--local",
+        "--max-jobs",
+        2,
+        "--out",
+        sweep,
+    ]
+    command += ["--vary", "number=1,2,3", "--plain", script, "--folder", script.parent]
+    wrapped = shlex.join(map(str, command))
+    sent = on_cluster.run("sbatch", "--parsable", "--cpus-per-task=2", "--requeue", "--wrap", wrapped)
+    job = int(succeeded(sent).stdout)
+    # The third takes the place of the first, while the second goes on.
+    wait_until(lambda: (script.parent / "begun by 3").exists())
+    on_cluster.cluster.run(["scontrol", "requeue", job])
+    on_cluster.cluster.wait(job)
+    assert {row["number"]: row["state"] for row in rows(sweep).values()} == dict.fromkeys("123", "finished")
+    begun = [(script.parent / f"begun by {number}").read_text() for number in "12"]
+    assert begun == ["x", "xx"]
 
 
 @pytest.mark.full

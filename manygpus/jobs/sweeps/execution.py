@@ -7,7 +7,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from manygpus.config.command_line import own_program
@@ -71,14 +71,38 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, resume_in: Pa
     watch = Watch(sweep, ended=len(planned) - len(unfinished), total=len(planned))
     try:
         if sweep.why_here:
-            for run in unfinished:
-                watch.until_ended({run: _start_here(sweep, run)})
+            _finish_here(sweep, unfinished, watch)
         else:
             _finish_in_slurm(sweep, unfinished, max_jobs, watch)
     except KeyboardInterrupt:
         print_line(f"\nto resume: {command_to_resume(resume_in)}", sys.stderr)
         raise
     return watch.failed
+
+
+def _finish_here(sweep: Sweep, runs: Sequence[PlannedRun], watch: "Watch") -> None:
+    """Run each as processes of this machine, in the first place that is free.
+
+    Raises:
+        UserError: if one cannot be started. The others are then ended.
+    """
+    waiting = [*runs]
+    free = [*range(sweep.places)]
+    active: dict[PlannedRun, Handle] = {}
+    place_of: dict[PlannedRun, int] = {}
+    try:
+        while waiting or active:
+            while waiting and free:
+                run = waiting.pop(0)
+                place_of[run] = free.pop(0)
+                with local_job.in_place(place_of[run], sweep.places, sweep.gpus_here):
+                    active[run] = _start_here(sweep, run)
+            for run in watch.next_ends(active):
+                del active[run]
+                free.append(place_of[run])
+    except BaseException:
+        _leave(active.values())
+        raise
 
 
 def _start_here(sweep: Sweep, run: PlannedRun) -> Handle:
@@ -222,27 +246,39 @@ class Watch:
         self.printed: set[str] = set()
 
     def until_ended(self, handles: dict[PlannedRun, Handle]) -> None:
-        """Wait until all of these jobs have ended, and print what changes.
+        """Wait until all of these jobs of Slurm have ended, and print what changes.
 
         Raises:
             UserError: if Slurm does not answer.
-            KeyboardInterrupt: on Ctrl-C. It stops processes of this machine; jobs of Slurm continue.
+            KeyboardInterrupt: on Ctrl-C. The jobs continue.
         """
         active = dict(handles)
         try:
             while active:
-                states = job_status.states([*active.values()])
-                for (run, handle), state in zip([*active.items()], states, strict=True):
-                    if state.is_final:
-                        del active[run]
-                        self._take_end(run, handle, state)
-                    else:
-                        self._tell(run, state)
-                if active:
-                    time.sleep(min(handle.poll_seconds for handle in active.values()))
+                for run in self.next_ends(active):
+                    del active[run]
         except KeyboardInterrupt:
             _leave(active.values())
             raise
+
+    def next_ends(self, active: Mapping[PlannedRun, Handle]) -> list[PlannedRun]:
+        """Wait until one or more of these jobs have ended, print what changes, and return those runs.
+
+        Raises:
+            UserError: if Slurm does not answer.
+        """
+        while True:
+            states = job_status.states([*active.values()])
+            ended = []
+            for (run, handle), state in zip(active.items(), states, strict=True):
+                if state.is_final:
+                    ended.append(run)
+                    self._take_end(run, handle, state)
+                else:
+                    self._tell(run, state)
+            if ended:
+                return ended
+            time.sleep(min(handle.poll_seconds for handle in active.values()))
 
     def _tell(self, run: PlannedRun, state: State) -> None:
         # Many runs wait for the same reason.

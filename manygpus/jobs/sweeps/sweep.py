@@ -6,7 +6,7 @@ has a folder, with its CSV and links to its job's folder and log. Whether a run 
 CSV, or for a plain script by its job's outcome. The same command again sends what has not finished and is not
 in Slurm's queue.
 
-Without Slurm the runs are processes of this machine, one after the other. execution.py does both. This
+Without Slurm the runs are processes of this machine, one or more at a time. execution.py does both. This
 module checks only numbers, so that hundreds of runs are checked at once; only the jobs load PyTorch.
 """
 
@@ -44,6 +44,7 @@ class Sweep:
         minutes: the time limit of a run.
         why_here: why the runs are on this machine; "" if they go to Slurm.
         gpus_here: the GPUs of this machine that they may use.
+        places: how many runs this machine has at a time.
         plain: its script does not use the kit, and gets only its own arguments.
         passed_on: options of sbatch and their values, for all runs.
         chdir: each run starts in its own folder.
@@ -60,6 +61,7 @@ class Sweep:
     minutes: int
     why_here: str
     gpus_here: int = 0
+    places: int = 1
     cpus_per_gpu: int = 2
     partition: str | None = None
     passed_on: Mapping[str, str] = field(default_factory=dict)
@@ -106,8 +108,11 @@ class Sweep:
         """Raise a UserError if the run makes no sense."""
         gpus = run.shape.gpus
         available = self.gpus_here or len(os.sched_getaffinity(0))
-        if self.why_here and gpus > available:
-            raise UserError(f"{gpus} workers are more than the {available} found here")
+        # Runs share GPUs, but no cores.
+        places = 1 if self.gpus_here else self.places
+        if self.why_here and gpus * places > available:
+            at_a_time = f" for each of {places} runs at a time" if places > 1 else ""
+            raise UserError(f"{gpus} workers{at_a_time} are more than the {available} found here")
         on_cpu = self.opts.no_cuda or (self.why_here and not self.gpus_here)
         if run.stage.name == DP and gpus > 1 and on_cpu:
             raise UserError("without GPUs, stage dp on several devices is the plain model on one")
