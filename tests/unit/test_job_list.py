@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from manygpus import job_folder
+from manygpus import job_folder, launchers
 from manygpus.job_folder import Outcome, Script
+from manygpus.jobs.site import read_site
 from manygpus.jobs.slurm import JobStatus
 from manygpus.jobs.watch import job_list
 from manygpus.monitor import samples
@@ -111,6 +112,21 @@ def test_a_job_of_an_earlier_kit_or_with_many_arguments_has_a_row(folder: Path) 
     assert len(row.script) == job_list.MOST_OF_A_SCRIPT
     (folder / job_folder.SCRIPT).unlink()
     assert job_list.of_folder("7", folder, WELL, None).script == "-"
+
+
+def test_what_another_machine_knows_of_its_processes_is_not_guessed(tmp_path: Path) -> None:
+    """Of a sweep whose runs are processes of a node, seen from the login node."""
+    site = read_site()._replace(jobs_dir=tmp_path)
+    folder = tmp_path / "submitit" / "train"
+    folder.mkdir(parents=True)
+    job_folder.keep_script(folder, Script("/home/me/train.py", []))
+    (folder / f"{launchers.LARGEST_NUMBER}_submitted.pkl").touch()
+    note = folder / "rank-0.started"
+    for node, state in ((launchers.node(), "failed"), ("another", "unknown")):
+        note.write_text(f"{node}\n")
+        assert [row.state for row in job_list.jobs(site)] == [state]
+    note.rename(folder / "rank-0.finished")
+    assert [row.state for row in job_list.jobs(site)] == ["done"]
 
 
 def test_jobs_are_told_apart_by_their_name_their_folder_and_their_arguments(folder: Path) -> None:

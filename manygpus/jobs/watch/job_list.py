@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manygpus import job_folder, log_words
+from manygpus import job_folder, launchers, log_words
 from manygpus.errors import REPOSITORY
 from manygpus.job_folder import Outcome, Script
 from manygpus.jobs import job_log, local_job, slurm
@@ -151,13 +151,18 @@ def _row(
 
 
 def _of_this_machine(number: str, folder: Path) -> JobRow:
-    """Return the row of a job that runs, or ran, on this machine without Slurm."""
+    """Return the row of a job that runs, or ran, without Slurm: on this machine, or on the node of a job."""
     began = _began_at(folder)
+    # Notes of ranks that have not come to an end.
+    nodes = {job_folder.read(note) for note in job_folder.notes(folder, "started").values()}
     log = job_log.of_rank(folder, number)
     failed = job_folder.notes(folder, "failed")
     ended = job_folder.notes(folder, "failed", "finished", "lost")
     if not local_job.has_ended(number, folder):
         state, note, until = "running", "", time.time()
+    elif nodes - {launchers.node()}:
+        # A sweep whose runs are processes within a job (slurm/README.md): another machine has their numbers.
+        state, note, until = "unknown", f"its processes are, or were, on {', '.join(sorted(nodes))}", None
     else:
         times = [note.stat().st_mtime for note in ended.values()]
         until = max(times, default=None)
