@@ -8,7 +8,7 @@
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
 | `script.json` | the script that the job runs, its arguments, and the commit of its code (`Script`) |
 | `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/inside/outcome_rules.py |
-| `earlier-outcome.json` | how the start before has ended, while the next one runs |
+| `earlier-outcome.json` | how the start before has ended: slurm/job_env.sh renames its outcome |
 | `ended-for-good` | the job has ended well, and does nothing more if Slurm starts it again |
 | `checkpoints`, `monitor` | the files of checkpoint/checkpointer.py; the samples (monitor/samples.py) |
 | `plain` | the job's script does not use the kit (jobs/inside/run_plain.py); it may write `stopped` itself |
@@ -58,8 +58,6 @@ def prepare(folder: Path, plain: bool) -> None:
     rank_notes = [path for path in folder.glob("rank-*") if NOTE.fullmatch(path.name)]
     for path in (*rank_notes, folder / FIRST_FAILED, folder / STOPPED):
         path.unlink(missing_ok=True)
-    with suppress(FileNotFoundError):
-        (folder / OUTCOME).rename(folder / EARLIER_OUTCOME)
     if plain:
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
         (folder / PLAIN).touch()

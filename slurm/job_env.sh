@@ -51,8 +51,8 @@ source "${BASH_SOURCE[0]%/*}/site_env.sh"
 # The job's own folder, for its checkpoints, samples and notes (manygpus/job_folder.py).
 export MANYGPUS_JOB_DIR=$JOBS_DIR/$SLURM_JOB_ID
 watching=$MANYGPUS_JOB_DIR/monitor
-# If this start fails before Python runs, nobody must read the outcome of an earlier start.
-rm -f "$MANYGPUS_JOB_DIR/outcome.json"
+# If this start fails before Python runs, nobody must take the outcome of an earlier start for its own.
+mv -f "$MANYGPUS_JOB_DIR/"{,earlier-}outcome.json 2>/dev/null || true
 plain=""
 proctrack="" # of a plain script: how Slurm finds the processes that it signals (manygpus/jobs/inside/run_plain.py)
 case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node) plain=1 ;; esac

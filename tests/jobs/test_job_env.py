@@ -14,6 +14,16 @@ from checkout import Checkout
 from manygpus import job_folder
 
 GAVE_UP = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12) ran for 30001 ms\n"
+LONG = job_folder.Outcome(
+    restart=0,
+    exit_code=1,
+    why=[],
+    failed_rank=None,
+    saved=None,
+    requeued=True,
+    seconds=1000,
+    said=[],
+)
 NOTES = ("stopped", "rank-0.failed", "outcome.json")
 
 
@@ -43,6 +53,7 @@ class Job:
         (self.folder / "checkpoints").mkdir(parents=True)
         for name in NOTES:
             (self.folder / name).write_text("{}\n")
+        job_folder.keep_outcome(self.folder, LONG)
 
     @property
     def outcome(self) -> job_folder.Outcome:
@@ -118,6 +129,7 @@ def test_a_start_that_fails_early_says_why(site: str, restarts: int, checkout: C
     assert error.startswith("error: ")
     assert [f"error: {reason}" for reason in job.outcome.why] == [error]
     assert (job.outcome.restart, job.outcome.exit_code) == (restarts, 1)
+    assert (job.outcome.seconds >= 1000) == bool(restarts)
     # The checkpoints of an earlier start are still good, and those of another job are not this one's.
     assert (job.outcome.saved is not None) == bool(restarts)
     assert len([*job.folder.parent.glob("7-*")]) == (not restarts)

@@ -297,7 +297,7 @@ def left_by_a_start(folder: Path) -> list[str]:
     kept = ["checkpoints/1.pt", "monitor/n1.csv", "debug-rank-0.txt", "rank-0.pt"]
     for name in ("checkpoints", "monitor"):
         (folder / name).mkdir(parents=True)
-    gone = ["rank-0.failed", "rank-1.lost", "stopped", "outcome.json", "monitor/told", "monitor/verdict.json"]
+    gone = ["rank-0.failed", "rank-1.lost", "stopped", "monitor/told", "monitor/verdict.json"]
     for name in (*kept, *gone):
         (folder / name).write_text("7 7 7\n")
     (folder / job_folder.FIRST_FAILED).symlink_to("rank-0.failed")
@@ -312,7 +312,7 @@ def test_the_folder_of_a_start_that_comes_back(release: str, tmp_path: Path) -> 
     folder = tmp_path / "7"
     kept = left_by_a_start(folder)
     begin(folder, replace(JOB, record=record(release, "requeued")))
-    assert files(folder) == sorted([*kept, "earlier-outcome.json", "monitor/asked"])
+    assert files(folder) == sorted([*kept, "monitor/asked"])
     assert (folder / "monitor" / "asked").read_text() == "2 2 0 1\n"
 
 
