@@ -129,7 +129,9 @@ def _this_process() -> str:
 
 def _job_and_start() -> str:
     job = job_folder.here()
-    return f"start {job_folder.restarts()} of {job}" if job else ""
+    if not job:
+        return ""
+    return f"start {job_folder.restarts_from_queue()}.{job_folder.restarts_in_job()} of {job}"
 
 
 def _is_of_an_earlier_start(path: Path) -> bool:

@@ -6,6 +6,8 @@
 | `rank-N.finished`, `.failed`, `.lost` | replaces it: how it ended, and the error (lost: its peers left) |
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
+| `resumed-from` | the path of the checkpoint that this start resumed from |
+| `newest-checkpoint` | the path of the last one that it has saved |
 | `script.json` | the script that the job runs, its arguments, and the commit of its code (`Script`) |
 | `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/inside/outcome_rules.py |
 | `earlier-outcome.json` | how the start before has ended: slurm/job_env.sh renames its outcome |
@@ -30,6 +32,7 @@ from pathlib import Path
 from manygpus.launchers import node, rank_of
 
 VARIABLE = "MANYGPUS_JOB_DIR"  # the environment variable with the path of this process's job
+RESTARTS_IN_JOB = "MANYGPUS_RESTARTS_IN_JOB"  # the job's number, and its `restarts_in_job`, such as 17:1
 PLAIN = "plain"
 CHECKPOINTS = "checkpoints"
 MONITOR = "monitor"
@@ -40,6 +43,9 @@ SCRIPT = "script.json"
 ENDED_FOR_GOOD = "ended-for-good"
 FIRST_FAILED = "first-failed"
 STOPPED = "stopped"
+RESUMED_FROM = "resumed-from"
+NEWEST_CHECKPOINT = "newest-checkpoint"
+OF_A_START = (FIRST_FAILED, STOPPED, RESUMED_FROM, NEWEST_CHECKPOINT)  # like the ranks' notes
 STATES = ("started", "finished", "failed", "lost")  # of a rank
 NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
 
@@ -56,7 +62,7 @@ def prepare(folder: Path, plain: bool) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank_notes = [path for path in folder.glob("rank-*") if NOTE.fullmatch(path.name)]
-    for path in (*rank_notes, folder / FIRST_FAILED, folder / STOPPED):
+    for path in (*rank_notes, *(folder / name for name in OF_A_START)):
         path.unlink(missing_ok=True)
     if plain:
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
@@ -76,9 +82,21 @@ def set_aside(folder: Path) -> None:
         folder.rename(folder.with_name(f"{folder.name}-{changed:%Y%m%d-%H%M%S}"))
 
 
-def restarts() -> int:
+def restarts_from_queue() -> int:
     """Return how often this job has come back from the queue; 0 if it has not, and outside of a job."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def restarts_in_job() -> int:
+    """Return how often this job has started again in its nodes since it came from the queue."""
+    job_id, _, count = os.environ.get(RESTARTS_IN_JOB, "").partition(":")
+    # A job inherits the variables of the one that has sent it.
+    return int(count) if count and job_id == os.environ.get("SLURM_JOB_ID") else 0
+
+
+def restarts() -> int:
+    """Return how often this job has started before, at least; 0 at its first start, and outside of a job."""
+    return restarts_from_queue() + restarts_in_job()
 
 
 def here() -> Path | None:
@@ -152,6 +170,15 @@ def stopped(folder: Path) -> str | None:
     """Return where this job's run saved before a signal stopped it; None if none was stopped."""
     path = folder / STOPPED
     return read(path) if path.exists() else None
+
+
+def note_checkpoint(path: Path, resumed: bool = False) -> None:
+    """In a job, leave a note that this start has saved a checkpoint, or has `resumed` from it."""
+    folder = here()
+    if folder:
+        name = RESUMED_FROM if resumed else NEWEST_CHECKPOINT
+        with suppress(OSError):  # a full disk
+            (folder / name).write_text(f"{path}\n", encoding="utf-8")
 
 
 def note_run(path: Path) -> None:
@@ -250,6 +277,8 @@ class Outcome:
         requeued: whether it has gone back to the queue.
         seconds: how long it ran; as it is kept, with all starts before.
         said: the last lines of its log.
+        starts_again: whether the job starts again in its nodes, without the queue.
+        restarts_in_job: how often it does, with all starts before, as it is kept.
     """
 
     restart: int
@@ -260,6 +289,8 @@ class Outcome:
     requeued: bool
     seconds: int
     said: list[str]
+    starts_again: bool = False
+    restarts_in_job: int = 0
 
     @property
     def well(self) -> bool:
@@ -274,8 +305,12 @@ def keep_outcome(folder: Path, outcome: Outcome) -> None:
         OSError: if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    seconds = earlier_seconds(folder) + outcome.seconds
-    _write_json(folder / OUTCOME, asdict(outcome) | {"seconds": seconds})
+    earlier = earlier_outcome(folder)
+    sums = {
+        "seconds": (earlier.seconds if earlier else 0) + outcome.seconds,
+        "restarts_in_job": (earlier.restarts_in_job if earlier else 0) + outcome.starts_again,
+    }
+    _write_json(folder / OUTCOME, asdict(outcome) | sums)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -283,11 +318,10 @@ def read_outcome(folder: Path) -> Outcome | None:
     return _read_outcome(folder / OUTCOME)
 
 
-def earlier_seconds(folder: Path) -> int:
-    """Return how long the starts before this one ran, without those that were killed before their end."""
+def earlier_outcome(folder: Path) -> Outcome | None:
+    """Return how the start before this one has ended; None if there was none, or they were all killed."""
     # A start that does nothing more, as the job has ended well, has not been prepared.
-    earlier = _read_outcome(folder / OUTCOME) or _read_outcome(folder / EARLIER_OUTCOME)
-    return earlier.seconds if earlier else 0
+    return _read_outcome(folder / OUTCOME) or _read_outcome(folder / EARLIER_OUTCOME)
 
 
 def _read_outcome(path: Path) -> Outcome | None:

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 JOB, NODES, GPUS, CODE, SCRIPT, PYTHON = "job", "nodes", "GPUs", "code", "script", "python"
 # Below it: how long it took to put the environment on the nodes.
 ENVIRONMENT = "env"
-# At its end: the verdict on what the job wasted, why it failed, what failed after that, and its exit code.
-WATCH, WHY, THEN, ENDED = "watch", "why", "then", "ended"
+# At its end: the verdict on what the job wasted, why it failed, what failed after that, that it starts again
+# in its nodes, and its exit code.
+WATCH, WHY, THEN, AGAIN, ENDED = "watch", "why", "then", "again", "ended"
 # The text of a line stands below that of the others.
 INDENT_CHARACTERS = 8
 

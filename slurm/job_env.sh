@@ -335,11 +335,29 @@ requeue() {
 in_job_end() {
     in_job 10 20 "$@" "launcher=$launcher" "code=$code" "seconds=$SECONDS" "failure=$failure" "begun=$begun" \
         "restart=${SLURM_RESTART_COUNT:-0}" "most_restarts=$SITE_MOST_RESTARTS" \
-        "from_outside=$ended_from_outside" "resumes_unsaved=$resumes_unsaved" 2>/dev/null
+        "most_restarts_in_job=$SITE_RESTARTS_IN_JOB" "from_outside=$ended_from_outside" \
+        "resumes_unsaved=$resumes_unsaved" 2>/dev/null
+}
+
+# Start the job script anew as Slurm has started it: with its arguments, its variables and its folder. What differs
+# is $1, which says how often that has happened (manygpus/job_folder.py).
+start_again() {
+    local command entry name
+    cd "$first_folder" || return
+    mapfile -d "" -t command <"/proc/$$/cmdline"
+    for name in $(compgen -e); do
+        unset "$name" 2>/dev/null || true # bash lets no one unset some of its own
+    done
+    while IFS= read -r -d "" entry; do
+        export "${entry?}" 2>/dev/null || true # an exported function is not a variable, and is still there
+    done <"/proc/$$/environ"
+    export MANYGPUS_RESTARTS_IN_JOB=$1
+    trap - TERM HUP # a signal that is ignored stays so
+    exec "${command[@]}"
 }
 
 finish() {
-    local code=$? stopped="" refusal="" tried=() answer
+    local code=$? stopped="" refusal="" tried=() answer first_line again=""
     set +e
     trap - EXIT
     trap '' TERM # `scontrol requeue` sends it to this script, too
@@ -361,7 +379,9 @@ finish() {
     answer=$(in_job_end end "${tried[@]}") # the exit code, and what to print
     if [[ $answer == *"# in_job exit code "[0-9]* ]]; then
         answer=${answer#*"# in_job exit code "} # container programs may print lines before it
-        code=${answer%%$'\n'*}
+        first_line=${answer%%$'\n'*}
+        code=${first_line%% *}
+        [[ $first_line == "$code" ]] || again=${first_line#* }
         [[ $answer != *$'\n'* ]] || echo "${answer#*$'\n'}"
     elif ((code)) || [[ $stopped && ! $requeued ]]; then
         ((code)) || code=1
@@ -369,6 +389,7 @@ finish() {
     fi
     unstage_environment
     echo "ended   $(date +%FT%T%z) after $SECONDS s with exit code $code"
+    [[ -z $again ]] || start_again "$again"
     exit "$code"
 }
 

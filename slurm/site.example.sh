@@ -46,6 +46,7 @@
 #SITE_NETWORK_INTERFACE=ib0                # the network between nodes, for NCCL and gloo
 #SITE_PORTS=20000-20999                    # the job's number selects a port where the ranks meet; default: 10000-29999
 #SITE_MOST_RESTARTS=20                     # how often a job may return to the queue; default: 50
+#SITE_RESTARTS_IN_JOB=0                    # how often a job whose rank crashes may start again in its nodes; default: 1
 
 # --- 5. What a job reports about itself ---------------------------------------------------------
 #SITE_MONITOR=off                          # no samples, and no verdict in the log; default: on

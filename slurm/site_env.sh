@@ -57,6 +57,8 @@ done
     fail "SITE_MONITOR is on or off, not $SITE_MONITOR: correct it in slurm/site.sh or in your shell."
 [[ ${SITE_MOST_RESTARTS:=50} =~ ^(0|[1-9][0-9]*)$ ]] ||
     fail "SITE_MOST_RESTARTS is a number, not $SITE_MOST_RESTARTS: correct it in slurm/site.sh or in your shell."
+[[ ${SITE_RESTARTS_IN_JOB:=1} =~ ^(0|[1-9][0-9]*)$ ]] ||
+    fail "SITE_RESTARTS_IN_JOB is a number, not $SITE_RESTARTS_IN_JOB: correct it in slurm/site.sh or in your shell."
 # Below the ports that the system assigns by itself (from 32768 on).
 : "${SITE_PORTS:=10000-29999}"
 if [[ ! $SITE_PORTS =~ ^[1-9][0-9]*-[1-9][0-9]*$ ]] || ((${SITE_PORTS%-*} > ${SITE_PORTS#*-})); then

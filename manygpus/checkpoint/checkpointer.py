@@ -233,7 +233,7 @@ class Checkpointer:
         path = self.folder / f"epoch-{epoch}-step-{step}.pt"
         if not self._sharded:
             process_group.on_rank_0(lambda: self._write(path, states_of_ranks, per_rank_state))
-            process_group.on_rank_0(self._remove_old)
+            process_group.on_rank_0(lambda: self._count(path))
         else:
             path = path.with_suffix("")
             unfinished = path.with_name(f".{path.name}.tmp")
@@ -376,7 +376,7 @@ class Checkpointer:
                 _remove(replaced)
             else:
                 unfinished.rename(path)
-            self._remove_old()
+            self._count(path)
         except (OSError, UserError) as error:
             return first_line(error)
         return ""
@@ -401,7 +401,9 @@ class Checkpointer:
         if failed:
             raise PeerError(f"rank {failed[0]} had to stop: see its error.")
 
-    def _remove_old(self) -> None:
+    def _count(self, path: Path) -> None:
+        """Note that this checkpoint is whole, and remove those before it that are no longer needed."""
+        job_folder.note_checkpoint(path)
         with explained(f"old checkpoints in {self.folder} cannot be removed", "mend its permissions."):
             for old in _checkpoints(self.folder)[:-CHECKPOINTS_KEPT]:
                 _remove(old)
@@ -447,7 +449,7 @@ class Checkpointer:
             self._load_per_rank_state(checkpoint.per_rank_state)
         self._set_rng_states(checkpoint)
         self._progress = Progress(checkpoint.epoch, checkpoint.step)
-        process_group.on_rank_0(lambda: print_line(f"resumed from {path}"))
+        process_group.on_rank_0(lambda: _tell_resume(path))
 
     def _newest_readable(self) -> NewestCheckpoint | None:
         """Find the newest checkpoint that can be read, on all ranks; name damaged ones and set them aside.
@@ -627,6 +629,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _tell_resume(path: Path) -> None:
+    print_line(f"resumed from {path}")
+    job_folder.note_checkpoint(path, resumed=True)
 
 
 def _note_stop(text: str, folder: Path) -> None:

@@ -25,7 +25,7 @@ OF_SLURM = r"(?:srun|slurmstepd[^\s:]*): "
 ERROR_OF_SLURM = re.compile(rf"{OF_SLURM}(?:error|fatal): ")
 WITHIN_A_LINE = re.compile(rf"(?<=[^\n\r])(?<!: )(?={OF_SLURM}(?:error|fatal|launch/slurm): )")
 # What follows the last line of the script: the kit's words, and Slurm's.
-_LAST_WORDS = (log_words.WATCH, log_words.WHY, log_words.THEN, log_words.ENDED)
+_LAST_WORDS = (log_words.WATCH, log_words.WHY, log_words.THEN, log_words.AGAIN, log_words.ENDED)
 AFTER_THE_SCRIPT = re.compile(rf"{log_words.pattern(_LAST_WORDS)}|stopped; back to the queue|{OF_SLURM}")
 # What comes before its first line.
 BEFORE_THE_SCRIPT = re.compile(log_words.pattern((log_words.SCRIPT, log_words.PYTHON, log_words.CODE)))

@@ -360,6 +360,15 @@ def in_minutes(limit: str) -> int | None:
     return (days * 24 + first) * 60 + second + math.ceil(third / 60)
 
 
+def seconds(text: str) -> int | None:
+    """Return a duration in Slurm's words, such as 1-02:03:04; None if it is none, such as UNLIMITED."""
+    duration = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not duration:
+        return None
+    days, hours, minutes, rest = (int(part or 0) for part in duration.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
 def fields(shown: str) -> dict[str, str]:
     """Return the fields of an answer of `scontrol --oneliner show job` (or partition) by their names.
 

@@ -108,15 +108,15 @@ class Program:
         start = [str(self.python or "python")] if self.is_python else self.starter
         return [*start, *self.name]
 
-    def in_start(self, restarts: int, arguments: Sequence[str], folder: Path | None) -> list[str]:
+    def in_start(self, earlier_starts: int, arguments: Sequence[str], folder: Path | None) -> list[str]:
         """Return its arguments in a start of the job.
 
         Args:
-            restarts: how often the job has come back from the queue.
+            earlier_starts: how often the job has started before.
             arguments: the arguments that its user has given.
             folder: the job's own, which stands for {folder}; None outside of a job.
         """
-        added = newest(self.added_to(folder) or ()) if restarts else []
+        added = newest(self.added_to(folder) or ()) if earlier_starts else []
         return [*_with_folder(arguments, folder), *added]
 
     def added_to(self, folder: Path | None) -> list[str] | None:
@@ -152,14 +152,30 @@ def newest(words: Sequence[str]) -> list[str]:
             newest_words.append(word)
             continue
         option, path = option_and_path.groups(default="")
-        # Other special characters may be in the names of folders.
-        pattern = glob.escape(str(Path(path).expanduser())).replace("[*]", "*")
-        names = glob.glob(pattern)  # noqa: PTH207  Path.glob also finds hidden files, as of a save that was cut off
-        times = {name: Path(name).stat().st_mtime_ns for name in names if Path(name).exists()}
-        if not times:
+        name = _newest_name(path)
+        if name is None:
             return []
-        newest_words.append(option + max(times, key=times.get))
+        newest_words.append(option + name)
     return newest_words
+
+
+def saved_at(words: Sequence[str]) -> float | None:
+    """Return when the newest file that words of --when-requeued name was saved, in seconds since 1970.
+
+    None if they name none.
+    """
+    matched = filter(None, map(WITH_PATH.fullmatch, words))
+    names = filter(None, (_newest_name(option_and_path[2]) for option_and_path in matched))
+    return max((Path(name).stat().st_mtime for name in names), default=None)
+
+
+def _newest_name(path: str) -> str | None:
+    """Return the name of the newest file or folder that a path names, in which * stands for anything."""
+    # Other special characters may be in the names of folders.
+    pattern = glob.escape(str(Path(path).expanduser())).replace("[*]", "*")
+    names = glob.glob(pattern)  # noqa: PTH207  Path.glob also finds hidden files, as of a save that was cut off
+    times = {name: Path(name).stat().st_mtime_ns for name in names if Path(name).exists()}
+    return max(times, key=times.get, default=None)
 
 
 def without_the_kit(path: str) -> str:

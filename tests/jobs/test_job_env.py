@@ -3,6 +3,7 @@
 Slurm's commands are stand-ins here. With a real Slurm most tests of this folder run it.
 """
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -108,6 +109,34 @@ def test_python_gets_each_value_as_it_is_and_no_command_line_shows_it(checkout: 
     assert script and (script.arguments, script.job_name) == (words, name)
     called = (place / "called").read_text().splitlines()
     assert called == [f"-m manygpus.jobs.inside.in_job {question}" for question in ("begin", "end")]
+
+
+def test_it_starts_again_as_slurm_has_started_it(checkout: Checkout) -> None:
+    """Whatever the site's commands, and the job itself, have changed; and as often as the site allows."""
+    job = Job(checkout, restarts=0)
+    checkout.site(
+        "activate_environment() { export PATH=/of/site:$PATH OF_SITE=${OF_SITE:-}1; unset OF_USER; }\n"
+        "SITE_MONITOR=off\n"
+        "SITE_RESTARTS_IN_JOB=2\n"
+    )
+    starts = checkout.folder / "starts"
+    checkout.fake(
+        "srun",
+        f"""printf '%s\\0' $'\\1' "$@" "$(env | sort)" >>'{starts}'
+        echo /x/epoch-2-step-0.pt >"$MANYGPUS_JOB_DIR/newest-checkpoint"
+        echo srun: error: n1: task 0: Killed >&2
+        exit 137""",
+    )
+    words = ["--name", "a b", "", "é\n'x'"]
+    assert job.run(*words, OF_USER="1", SLURM_GPUS_PER_NODE="1").returncode == 137
+    log = job.log.read_text()
+    assert log.count("\nagain   ") == 2 and log.count("\nended   ") == 3, log
+    assert log.count(", restart 0 and 1 in these nodes, ") == 1, log
+    may_differ = re.compile(r"^(SHLVL|_|MANYGPUS_RESTARTS_IN_JOB)=.*\n", re.MULTILINE)
+    first, *others = (may_differ.sub("", start) for start in starts.read_text().split("\1")[1:])
+    assert others == [first, first]
+    assert "\0".join(words) in first and "OF_SITE=1\n" in first
+    assert job.outcome.restarts_in_job == 2 and not job.outcome.starts_again
 
 
 FAILURES = {

@@ -279,6 +279,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(on_cluster: Checkout) -> No
 
 
 def test_a_cut_link_ends_the_job_within_the_timeout(on_cluster: Checkout) -> None:
+    on_cluster.site("SITE_RESTARTS_IN_JOB=0\n")
     job = on_cluster.submit(
         "srun", "--epochs", 1000, *SMALL[2:], "--timeout", 10, sbatch=("--nodes=2", "--ntasks-per-node=1")
     )

@@ -102,10 +102,10 @@ def test_a_lock_that_an_earlier_start_of_the_job_has_left_does_not_refuse_it(
     (tmp_path / "checkpoints").mkdir()
     with (tmp_path / "checkpoints" / ".lock").open("w") as dead:
         fcntl.flock(dead, fcntl.LOCK_EX)
-        for owner in ("", f"start 0 of {tmp_path}/another", f"start 1 of {tmp_path}"):
+        for owner in ("", f"start 0.0 of {tmp_path}/another", f"start 1.0 of {tmp_path}"):
             _write_anew(dead, f"process 7 on n2\n{owner}\n")
             assert "another run saves its checkpoints in" in one_error(script("single", *arguments, env=job))
-        _write_anew(dead, f"process 7 on n2\nstart 0 of {tmp_path}\n")
+        _write_anew(dead, f"process 7 on n2\nstart 0.0 of {tmp_path}\n")
         succeeded(script("single", *arguments, env=job))
 
 

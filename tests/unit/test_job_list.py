@@ -98,6 +98,17 @@ def test_how_often_a_job_has_come_back(
     assert job_list.of_folder("7", folder, outcome, status).cells()[5] == str(restarts)
 
 
+def test_a_job_that_has_started_again_in_its_nodes(folder: Path) -> None:
+    """While it runs, it tells why; then what is told of any other."""
+    job_folder.keep_outcome(folder, replace(FAILED, restart=0, starts_again=True))
+    (folder / job_folder.OUTCOME).rename(folder / job_folder.EARLIER_OUTCOME)
+    row = job_list.of_folder("7", folder, None, JobStatus("RUNNING", "None", 0))
+    assert (row.state, row.restarts) == ("running", 1) and FAILED.why[0] in row.note
+    job_folder.keep_outcome(folder, replace(WELL, restart=0))
+    row = job_list.of_folder("7", folder, job_folder.read_outcome(folder), None)
+    assert (row.state, row.restarts, row.note) == ("done", 1, SENTENCE)
+
+
 def test_without_findings_it_is_the_first_line_of_the_verdict(folder: Path) -> None:
     sampled = folder / samples.FOLDER
     (sampled / samples.VERDICT).write_text('{"findings": []}')

@@ -4,7 +4,9 @@ What Slurm says was recorded on the practice cluster, at the end of the job scri
 """
 
 import json
+import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +16,10 @@ from conftest import ENVIRONMENT, ran, succeeded
 from manygpus import job_folder
 from manygpus.jobs import slurm
 from manygpus.jobs.inside import outcome_rules as of_a_job
-from manygpus.jobs.inside.failure_reason import Evidence
-from manygpus.jobs.inside.outcome_rules import JobEnd, SlurmFacts
+from manygpus.jobs.inside import resume_point
+from manygpus.jobs.inside.failure_reason import Evidence, Reason
+from manygpus.jobs.inside.outcome_rules import SOON_SECONDS, JobEnd, SlurmFacts
+from manygpus.jobs.inside.resume_point import ResumePoint
 from manygpus.monitor import samples
 
 RECORDED = Path(__file__).parent / "scontrol"
@@ -223,9 +227,90 @@ def test_a_node_failed(release: str, tmp_path: Path) -> None:
     assert outcome.exit_code == 1 and "from outside" in outcome.said[0]
 
 
+NEW, OLD = ResumePoint("epoch-2-step-7.pt", is_new=True), ResumePoint("epoch-2-step-0.pt", is_new=False)
+MAY = JobEnd(143, resume_point=NEW, most_restarts_in_job=2)
+MAY_SAVED_NOTHING = replace(MAY, resume_point=OLD)
+
+
+@pytest.mark.parametrize(
+    ("situation", "ending", "starts_again"),
+    [
+        ("rank_failed", MAY, True),
+        ("rank_failed", MAY_SAVED_NOTHING, False),  # it might fail so again and again
+        ("rank_failed", replace(MAY_SAVED_NOTHING, seconds=SOON_SECONDS), True),
+        ("rank_failed", replace(MAY, resume_point=None, seconds=SOON_SECONDS), False),
+        # Once more only if it has come further since.
+        ("rank_failed", replace(MAY, restarts_in_job=1), True),
+        ("rank_failed", replace(MAY_SAVED_NOTHING, restarts_in_job=1, seconds=SOON_SECONDS), False),
+        ("rank_failed", replace(MAY, restarts_in_job=2), False),
+        ("rank_failed", replace(MAY, most_restarts_in_job=0), False),
+        ("rank_failed", replace(MAY, refusal=""), False),  # it is on its way back to the queue
+        ("scancel", replace(MAY, from_outside=True), False),
+        ("time_limit", MAY, False),
+        ("preempted", MAY, False),
+    ],
+)
+def test_which_jobs_start_again_in_their_nodes(
+    release: str, situation: str, ending: JobEnd, starts_again: bool
+) -> None:
+    killed = Reason("rank 1 on n1 was killed", may_pass=True)
+    slurm_facts = facts(release, situation)
+    assert of_a_job.may_start_again(slurm_facts, ending, killed) == starts_again
+    assert not of_a_job.may_start_again(slurm_facts, ending, Reason("error on rank 1: x"))
+    assert not of_a_job.may_start_again(replace(slurm_facts, seconds_left=60), ending, killed)
+
+
+@pytest.mark.parametrize(
+    ("printed", "starts_again"),
+    [
+        (KILLED, True),
+        ("srun: error: n1: task 1: Segmentation fault (core dumped)", True),
+        ("[Rank 0] Watchdog caught collective operation timeout: ...", True),
+        ("srun: error: n1: task 1: Exited with exit code 1", False),
+        ("srun: error: n1: task 1: Out Of Memory", False),
+        (f"slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n{KILLED}", False),
+    ],
+)
+def test_after_which_failures_another_try_makes_sense(
+    printed: str, starts_again: bool, tmp_path: Path
+) -> None:
+    """An error of the script would return, and so would one of the memory that it has asked for."""
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}.started").write_text("n1\n")
+    outcome = end(tmp_path, facts("24.11", "rank_failed"), MAY, tuple(printed.split("\n")))
+    assert outcome.why and outcome.starts_again == starts_again
+    assert (NEW.text in outcome.said[-1]) == starts_again
+
+
+def test_what_a_job_would_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its training notes, or what --when-requeued names; without either it would train anew."""
+
+    def script(words: list[str] | None) -> None:
+        job_folder.keep_script(tmp_path, job_folder.Script("train.py", [], when_requeued=words))
+
+    script(None)
+    assert resume_point.find(tmp_path) is None
+    monkeypatch.chdir(tmp_path)
+    script(["--resume", "*.pt"])
+    assert resume_point.find(tmp_path) is None
+    saved = tmp_path / "model.pt"
+    saved.touch()
+    os.utime(saved, (time.time() - 60,) * 2)
+    assert resume_point.find(tmp_path) == ResumePoint("with --resume model.pt", is_new=False)
+    os.utime(saved, (time.time() + 60,) * 2)
+    assert resume_point.find(tmp_path) == ResumePoint("with --resume model.pt", is_new=True)
+    script([])
+    assert resume_point.find(tmp_path) == ResumePoint("anew", is_new=False)
+    (tmp_path / job_folder.RESUMED_FROM).write_text("old\n")
+    assert resume_point.find(tmp_path) == ResumePoint("from old", is_new=False)
+    (tmp_path / job_folder.NEWEST_CHECKPOINT).write_text("new\n")
+    assert resume_point.find(tmp_path) == ResumePoint("from new", is_new=True)
+
+
 def ask(question: str, folder: Path, **values: object) -> str:
     """What in_job answers, asked as by a job script that has begun."""
     inputs = {"launcher": "srun", "seconds": 5, "most_restarts": 50, "failure": "", "begun": 1}
+    inputs["most_restarts_in_job"] = 1
     inputs |= {"from_outside": "", "resumes_unsaved": "", "folder": folder, "log": folder / "log"} | values
     entries = "".join(f"{name}={value}\0" for name, value in inputs.items()) + "\0"
     command = (sys.executable, "-m", "manygpus.jobs.inside.in_job", question)

@@ -297,7 +297,8 @@ def left_by_a_start(folder: Path) -> list[str]:
     kept = ["checkpoints/1.pt", "monitor/n1.csv", "debug-rank-0.txt", "rank-0.pt"]
     for name in ("checkpoints", "monitor"):
         (folder / name).mkdir(parents=True)
-    gone = ["rank-0.failed", "rank-1.lost", "stopped", "monitor/told", "monitor/verdict.json"]
+    gone = ["rank-0.failed", "rank-1.lost", "stopped", "resumed-from", "newest-checkpoint"]
+    gone += ["monitor/told", "monitor/verdict.json"]
     for name in (*kept, *gone):
         (folder / name).write_text("7 7 7\n")
     (folder / job_folder.FIRST_FAILED).symlink_to("rank-0.failed")

@@ -40,17 +40,31 @@ CLUES = re.compile(
     r"|ModuleNotFoundError"
 )
 MOST_REASONS = 9  # that are printed
+FIRST_OF_SIGNALS = 128  # the exit code of a process that signal N has ended is 128 + N, in a shell
 OWN_LOG = "_0_log.out"  # how the name of submitit's log of rank 0 ends
 # How a rank ends that another one has left, in the words of gloo and of PyTorch's store.
 LOST_A_PEER = re.compile(rf": (RuntimeError: .*gloo|(torch\.distributed\.)?({'|'.join(DISTRIBUTED)}): )")
 
 
+# What srun and slurmstepd say where the memory that a job has asked for ran out.
+OUT_OF_MEMORY = re.compile(rf"{job_log.OF_SLURM}.*(?:oom.kill|Out Of Memory)", re.IGNORECASE)
+
+
 class Reason(NamedTuple):
-    """Why a job failed: a clause on one rank, and that rank's exit code; 0 if these are not known."""
+    """Why a job failed.
+
+    Attributes:
+        text: a clause on one rank.
+        rank: that rank; None if it is not known.
+        exit_code: its exit code; 0 if it is not known.
+        may_pass: whether another try may do without it: a signal has ended the rank, or it hung or lost the
+            others. An error of the script would return.
+    """
 
     text: str
     rank: int | None = None
     exit_code: int = 0
+    may_pass: bool = False
 
 
 class Evidence:
@@ -90,6 +104,11 @@ class Evidence:
         return (self._folder / job_folder.PLAIN).exists()
 
     @property
+    def memory_ran_out(self) -> bool:
+        """Return whether Slurm says that it has killed a process for its memory."""
+        return any(OUT_OF_MEMORY.search(line) for lines in self._logs.values() for line in lines)
+
+    @property
     def node_failed(self) -> bool:
         """Return whether srun says that a node has failed; its exit code may be 0 then."""
         return any(line.startswith(NODE_FAILED) for line in self._lines)
@@ -112,10 +131,10 @@ class Evidence:
             guess = "by hand, at its time limit, or because memory ran out"
             if self._launcher:
                 guess = "by hand, or because memory ran out: --mem"
-            return [Reason(f"{self._names(self._nodes)} ended silently: killed ({guess})?")]
+            return [Reason(f"{self._names(self._nodes)} ended silently: killed ({guess})?", may_pass=True)]
         if self._launcher and job_folder.notes(self._folder, "lost"):
             why = "the network failed, or a rank hung for longer than --timeout"
-            return [Reason(f"the ranks lost contact: {why}")]
+            return [Reason(f"the ranks lost contact: {why}", may_pass=True)]
         return []
 
     def _never_started(self) -> Reason | None:
@@ -194,7 +213,9 @@ class Evidence:
         if status.startswith("Terminated"):
             return
         for task in parse_ranges(tasks):
-            yield Reason(f"torchrun {task} on {node} {_in_words(status)}", exit_code=_exit_code(status))
+            code = _exit_code(status)
+            text = f"torchrun {task} on {node} {_in_words(status)}"
+            yield Reason(text, exit_code=code, may_pass=_is_by_signal(code))
 
     def _exited_torchruns(self) -> Iterator[Reason]:
         """Yield how torchruns ended that tell of no rank: they did not meet, for instance."""
@@ -217,7 +238,9 @@ class Evidence:
             words += self._cause_of_abort(rank)
         if not words:
             return None
-        return Reason(f"rank {rank} on {self._nodes.get(rank) or node} {words}", rank, _exit_code(status))
+        code = _exit_code(status)
+        text = f"rank {rank} on {self._nodes.get(rank) or node} {words}"
+        return Reason(text, rank, code, may_pass=_is_by_signal(code))
 
     def _cause_of_abort(self, rank: int) -> str:
         """Return in brackets what NCCL says why it has aborted this rank; "" if it says nothing."""
@@ -242,7 +265,7 @@ class Evidence:
         names = self._names(missing)
         awaited = f"{names}, which hung or was lost" if names else "each other"
         reason = f"{library} gave up after --timeout: rank {','.join(map(str, waited))} waited for {awaited}"
-        return Reason(reason, waited[0], _exit_code(self._exit_status(waited[0])))
+        return Reason(reason, waited[0], _exit_code(self._exit_status(waited[0])), may_pass=True)
 
     def _with_its_output(self, reason: Reason) -> Reason:
         """Add the error that was printed, if no note has it, and name the rank's log if it has its own."""
@@ -298,15 +321,20 @@ def _exit_code(status: str) -> int:
     """Return the exit code, as a shell has it, by srun's word or torchrun's exit code; 0 if it is unknown."""
     by_signal = re.fullmatch(r"-(\d+)", status)
     if by_signal:
-        return 128 + int(by_signal[1])
+        return FIRST_OF_SIGNALS + int(by_signal[1])
     exited = EXITED.fullmatch(status)
     if exited:
         return int(exited[1])
     if status.startswith("Out Of Memory"):
-        return 128 + signal.SIGKILL
+        return FIRST_OF_SIGNALS + signal.SIGKILL
     by_name = {signal.strsignal(number): number for number in signal.valid_signals()}
     number = by_name.get(status.partition(" (core")[0])
-    return 128 + number if number else 0
+    return FIRST_OF_SIGNALS + number if number else 0
+
+
+def _is_by_signal(exit_code: int) -> bool:
+    """Return whether an exit code, as a shell has it, says that a signal has ended the process."""
+    return exit_code > FIRST_OF_SIGNALS
 
 
 def sentences(reasons: list[Reason]) -> list[str]:

@@ -2,7 +2,9 @@
 
     python -m manygpus.jobs.inside.in_job begin   prints shell code for its shell (start_plan.py)
     python -m manygpus.jobs.inside.in_job back    prints yes or no: may it go back to the queue?
-    python -m manygpus.jobs.inside.in_job end     prints its exit code, then its last lines
+    python -m manygpus.jobs.inside.in_job end     prints its exit code, and, if it starts again in its
+                                                  nodes, with which MANYGPUS_RESTARTS_IN_JOB; then its last
+                                                  lines
 
 outcome_rules.py decides the last two.
 
@@ -23,7 +25,7 @@ from manygpus import job_folder
 from manygpus.errors import UserError, print_line
 from manygpus.job_folder import Script
 from manygpus.jobs import job_log, slurm
-from manygpus.jobs.inside import failure_reason, outcome_rules, start_plan
+from manygpus.jobs.inside import failure_reason, outcome_rules, resume_point, start_plan
 from manygpus.jobs.inside.outcome_rules import JobEnd, SlurmFacts
 from manygpus.jobs.inside.start_plan import JobStart
 from manygpus.jobs.user_program import newest, parse
@@ -118,10 +120,11 @@ def _plan(job_input: Input) -> str:
         repository=job_input["repository"],
         folder=job_input.folder,
         program=program,
+        restarts_in_job=job_folder.restarts_in_job(),
         array_of_runs=bool(job_input["run_name"]),
     )
     if program:
-        arguments = program.in_start(job.restarts, arguments, job_input.folder)
+        arguments = program.in_start(job.earlier_starts, arguments, job_input.folder)
         script = program.described(arguments, python=sys.executable, folder=job_input.folder)
     elif job_input.words:
         path, *arguments = job_input.words
@@ -167,13 +170,16 @@ def _job_end(job_input: Input, slurm_facts: SlurmFacts) -> JobEnd:
         failure=job_input["failure"],
         resumes_unsaved=bool(job_input["resumes_unsaved"]),
         would_start_anew=words is not None and not newest(words),
+        restarts_in_job=job_folder.restarts_in_job(),
+        most_restarts_in_job=int(job_input["most_restarts_in_job"]),
+        resume_point=resume_point.find(job_input.folder) if job_input["begun"] else None,
     )
 
 
 def _end(job_input: Input) -> str:
     slurm_facts = SlurmFacts.parse(job_input["facts"])
     job_end = _job_end(job_input, slurm_facts)
-    if not job_end.begun and not job_end.restart:
+    if not (job_end.begun or job_end.restart or job_end.restarts_in_job):
         with suppress(OSError):
             job_folder.set_aside(job_input.folder)
     logs = job_log.parse(job_input.logs)
@@ -185,7 +191,10 @@ def _end(job_input: Input) -> str:
         job_folder.note_end_for_good(job_input.folder)
     with suppress(OSError):  # a full disk
         job_folder.keep_outcome(job_input.folder, outcome)
-    return "\n".join([f"{EXIT_CODE_FOLLOWS}{outcome.exit_code}", *outcome.said])
+    first_line = f"{EXIT_CODE_FOLLOWS}{outcome.exit_code}"
+    if outcome.starts_again:
+        first_line += f" {os.environ['SLURM_JOB_ID']}:{job_folder.restarts_in_job() + 1}"
+    return "\n".join([first_line, *outcome.said])
 
 
 if __name__ == "__main__":

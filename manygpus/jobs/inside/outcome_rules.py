@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from manygpus import job_folder
+from manygpus import job_folder, log_words
 from manygpus.job_folder import Outcome
 from manygpus.jobs import slurm
 from manygpus.jobs.inside import failure_reason
 from manygpus.jobs.inside.failure_reason import Evidence, Reason
+from manygpus.jobs.inside.resume_point import ResumePoint
 from manygpus.monitor import samples
 
 SOON_SECONDS = 300  # a job that fails in its first five minutes might do so again and again
+# What a start needs to be worth it: to begin, and to save before the time limit.
+WORTH_A_START_SECONDS = 180
 
 
 @dataclass(frozen=True)
@@ -25,21 +28,25 @@ class SlurmFacts:
         at_time_limit: whether it has reached its time limit.
         preempted: whether it was told to leave for a job of higher priority, in this start.
         restarts: how often it has come back from the queue; None if that is unknown.
+        seconds_left: until its time limit; None if it has none, or that is unknown.
     """
 
     at_time_limit: bool = False
     preempted: bool = False
     restarts: int | None = None
+    seconds_left: int | None = None
 
     @classmethod
     def parse(cls, shown: str) -> "SlurmFacts":
         """Return the facts in an answer of `scontrol --oneliner show job`; "" if it gave none."""
         fields = slurm.fields(shown)
         restarts = fields.get("Restarts", "")
+        limit, ran = (slurm.seconds(fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
         return cls(
             at_time_limit=fields.get("Reason") == "TimeLimit",
             preempted=fields.get("PreemptTime", "None")[:1].isdigit(),
             restarts=int(restarts) if restarts.isdecimal() else None,
+            seconds_left=None if limit is None or ran is None else limit - ran,
         )
 
 
@@ -61,6 +68,9 @@ class JobEnd:
         failure: the error by which the job script itself has ended; "" for any other end.
         resumes_unsaved: whether its script resumes without a note that it has saved (--when-requeued).
         would_start_anew: whether nothing is there that the words of --when-requeued name, or it has none.
+        restarts_in_job: how often it has started again in its nodes since it came from the queue.
+        most_restarts_in_job: how often it may, on this site.
+        resume_point: what it would resume from; None if nothing is known.
     """
 
     code: int
@@ -73,6 +83,9 @@ class JobEnd:
     failure: str = ""
     resumes_unsaved: bool = False
     would_start_anew: bool = False
+    restarts_in_job: int = 0
+    most_restarts_in_job: int = 0
+    resume_point: ResumePoint | None = None
 
     @property
     def requeued(self) -> bool:
@@ -110,12 +123,42 @@ def _has_reason_to_go_back(slurm_facts: SlurmFacts, folder: Path, job_end: JobEn
     return job_end.code == 0 or job_end.seconds >= SOON_SECONDS or slurm_facts.preempted
 
 
+def may_start_again(slurm_facts: SlurmFacts, job_end: JobEnd, reason: Reason) -> bool:
+    """Return whether a job that has failed is to start again at once, in the nodes that it has.
+
+    Only a failure that another try may do without is a reason for that, and only if the job does not fail so
+    again and again at the same step: it has trained for long, or saved since it began; once it has started
+    again, only if it has saved since.
+
+    Args:
+        slurm_facts: what Slurm says of it.
+        job_end: what the job script knows of its end.
+        reason: the first reason of its failure.
+    """
+    point = job_end.resume_point
+    if not reason.may_pass or point is None or job_end.restarts_in_job >= job_end.most_restarts_in_job:
+        return False
+    if job_end.from_outside or job_end.requeued or slurm_facts.at_time_limit or slurm_facts.preempted:
+        return False
+    if slurm_facts.seconds_left is not None and slurm_facts.seconds_left < WORTH_A_START_SECONDS:
+        return False
+    return point.is_new or (job_end.restarts_in_job == 0 and job_end.seconds >= SOON_SECONDS)
+
+
 class Decision(NamedTuple):
-    """What the rules say of a start: its exit code, why it failed, and the last lines of its log."""
+    """What the rules say of a start.
+
+    Attributes:
+        exit_code: its exit code.
+        reasons: why it failed.
+        log_lines: the last lines of its log.
+        starts_again: whether the job starts again in its nodes.
+    """
 
     exit_code: int
     reasons: list[Reason]
     log_lines: list[str]
+    starts_again: bool = False
 
 
 def end(slurm_facts: SlurmFacts, folder: Path, job_end: JobEnd, evidence: Evidence) -> Outcome:
@@ -144,6 +187,7 @@ def end(slurm_facts: SlurmFacts, folder: Path, job_end: JobEnd, evidence: Eviden
         requeued=job_end.requeued,
         seconds=job_end.seconds,
         said=decision.log_lines,
+        starts_again=decision.starts_again,
     )
 
 
@@ -204,9 +248,21 @@ def _decide(
 
     ended_by_slurm = job_end.requeued and (slurm_facts.at_time_limit or preempted)  # its ranks died of that
     reasons = evidence.reasons() if job_end.begun and not ended_by_slurm else []
-    return Decision(
-        code, reasons, [*failure_reason.sentences(reasons), *_after_a_failure(folder, job_end, saved)]
+    log_lines = failure_reason.sentences(reasons)
+    starts_again = (
+        bool(reasons) and not evidence.memory_ran_out and may_start_again(slurm_facts, job_end, reasons[0])
     )
+    if starts_again:
+        log_lines.append(_how_it_starts_again(job_end))
+    else:
+        log_lines += _after_a_failure(folder, job_end, saved)
+    return Decision(code, reasons, log_lines, starts_again)
+
+
+def _how_it_starts_again(job_end: JobEnd) -> str:
+    count = f"{job_end.restarts_in_job + 1} of {job_end.most_restarts_in_job}"
+    text = f"it starts again in the same nodes, {job_end.resume_point.text} (SITE_RESTARTS_IN_JOB: {count})"
+    return log_words.line(log_words.AGAIN, text)
 
 
 def _after_a_failure(folder: Path, job_end: JobEnd, saved: str | None) -> list[str]:

@@ -61,6 +61,7 @@ class JobStart:
         repository: this checkout.
         folder: the job's folder.
         program: its script, where that does not use the kit.
+        restarts_in_job: how often it has started again in its nodes since it came from the queue.
         array_of_runs: whether it is of a sweep, each task of which has arguments of its own
             (submit/job_script.py).
     """
@@ -78,6 +79,7 @@ class JobStart:
     repository: str = ""
     folder: Path = Path()
     program: Program | None = None
+    restarts_in_job: int = 0
     array_of_runs: bool = False
 
     @property
@@ -100,6 +102,11 @@ class JobStart:
         if recorded.isdecimal():
             return int(recorded)
         return _number(self.variables, "SLURM_RESTART_COUNT")
+
+    @property
+    def earlier_starts(self) -> int:
+        """Return how often it has started before, after the queue or again in its nodes."""
+        return self.restarts + self.restarts_in_job
 
 
 @dataclass(frozen=True)
@@ -175,12 +182,13 @@ def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -
     name = variables.get("SLURM_JOB_NAME", "")
     numbers = _numbers(variables["SLURM_JOB_ID"], job)
     gpus_on_node = _number(variables, "SLURM_GPUS_ON_NODE")
+    in_job = f" and {job.restarts_in_job} in these nodes" if job.restarts_in_job else ""
     return StartPlan(
         unset=unset,
         exports=exports,
         assigns=assigns,
         header=[
-            line(JOB, f"{numbers} {name}, restart {job.restarts}, {now:%FT%T%z}"),
+            line(JOB, f"{numbers} {name}, restart {job.restarts}{in_job}, {now:%FT%T%z}"),
             line(
                 NODES,
                 f"{variables['SLURM_JOB_NODELIST']}, tasks per node {tasks_per_node}, "
@@ -219,8 +227,8 @@ def _refuse_a_short_limit(job: JobStart) -> None:
 
     It would come back without end, and train a step each time.
     """
-    limit = _seconds(job.recorded.get("TimeLimit", ""))
-    ran = _seconds(job.recorded.get("RunTime", ""))
+    limit = slurm.seconds(job.recorded.get("TimeLimit", ""))
+    ran = slurm.seconds(job.recorded.get("RunTime", ""))
     if job.plain or limit is None or ran is None:
         return
     asked = re.findall(r"^#SBATCH --signal=.*@(\d+)", job.signal_lines, re.MULTILINE)
@@ -239,15 +247,6 @@ def _refuse_several_tasks(job: JobStart) -> None:
             f"--one-process-per-node, and this job has {tasks_per_node} tasks per node: give sbatch "
             "--ntasks-per-node=1, and as many --gpus-per-node as the script is to use."
         )
-
-
-def _seconds(text: str) -> int | None:
-    """Return a duration in Slurm's words, such as 1-02:03:04; None if it is none, such as UNLIMITED."""
-    duration = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if not duration:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in duration.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _is_of_this_job(name: str, job: JobStart) -> bool:
@@ -378,7 +377,7 @@ def begin(job: JobStart, script: Script | None, resolve: Callable[[str], str | N
         return f"begun=1\n{_print([words])}\nexit"
     plan = decide(job, resolve, datetime.now().astimezone())
     try:
-        if job.restarts == 0:
+        if job.earlier_starts == 0:
             job_folder.set_aside(job.folder)
         job_folder.prepare(job.folder, plain=job.plain)
         samples.prepare(job.folder / samples.FOLDER, plan.asked if monitored else None)
@@ -390,22 +389,23 @@ def begin(job: JobStart, script: Script | None, resolve: Callable[[str], str | N
     if script:
         with suppress(OSError):  # a full disk
             job_folder.keep_script(job.folder, script)
-        plan = replace(plan, header=[*plan.header, *script_lines(script, job.repository, job.restarts), ""])
+        head = [*plan.header, *script_lines(script, job.repository, job.earlier_starts), ""]
+        plan = replace(plan, header=head)
     return as_shell(plan, job.program)
 
 
-def script_lines(script: Script, kit: str, restarts: int = 0) -> list[str]:
+def script_lines(script: Script, kit: str, earlier_starts: int = 0) -> list[str]:
     """Return the lines of the log's head on what the job runs.
 
     Args:
         script: what it runs.
-        restarts: how often the job has come back from the queue.
+        earlier_starts: how often the job has started before.
         kit: the folder of this checkout, whose commit the log has already.
     """
     name = ("-m", script.module) if script.module else (script.path,)
     words = [printable(word) for word in (*name, *script.arguments)]
     lines = [line(SCRIPT, " ".join(words))]
-    if restarts and script.when_requeued and not newest(script.when_requeued):
+    if earlier_starts and script.when_requeued and not newest(script.when_requeued):
         lines.append("nothing is there so far that --when-requeued names: it starts anew")
     if script.python:
         lines.append(line(PYTHON, script.python))

@@ -42,8 +42,9 @@ class JobRow:
         state: queued, running, done, stopped (it has saved, and does not come back by itself), failed, or
             unknown, while Slurm does not answer.
         seconds: how long it ran, over all its starts; None if that is not known.
-        restarts: how often it has come back from the queue.
-        note: why it waits or has failed, else the first finding of the verdict.
+        restarts: how often it has started before, from the queue or again in its nodes.
+        note: why it waits, has failed or has started again in its nodes, else the first finding of the
+            verdict.
         words: what `matches` looks in besides: the paths of its script and its folder, and its arguments.
         log: the path of its log; "" if that is not known.
     """
@@ -101,13 +102,18 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     """
     state_in_slurm = status.state if status else slurm.GONE
     is_over = state_in_slurm in (slurm.COMPLETED, slurm.UNKNOWN, *slurm.FAILED)
+    last_outcome = outcome or job_folder.earlier_outcome(folder)
     restarts = max(status.restarts if status else 0, outcome.restart if outcome else 0)
+    restarts += last_outcome.restarts_in_job if last_outcome else 0
     seconds = outcome.seconds if outcome else None
     if not is_over and state_in_slurm in slurm.QUEUED:
         state, note = "queued", status.reason
     elif not is_over:
         state, note = "running", ""
-        seconds = job_folder.earlier_seconds(folder) + time.time() - _began_at(folder)
+        seconds = time.time() - _began_at(folder)
+        if last_outcome:
+            seconds += last_outcome.seconds
+            note = f"again after: {last_outcome.why[0]}" if last_outcome.starts_again else ""
     elif outcome and outcome.well:
         state, note = "done", _verdict(folder)
     elif outcome is None and state_in_slurm == slurm.UNKNOWN:
