@@ -140,7 +140,8 @@ begin_job() {
     code_top=$(git_here "$code_folder" rev-parse --show-toplevel)
     code_version=$version
     [[ $code_top -ef $REPOSITORY ]] || code_version=$(git_here "$code_folder" describe --always --dirty)
-    for name in "${!SLURM_@}" "${!SRUN_@}" MASTER_{ADDR,PORT} OMP_NUM_THREADS SITE_{NETWORK_INTERFACE,PORTS}; do
+    for name in "${!SLURM_@}" "${!SRUN_@}" MASTER_{ADDR,PORT} OMP_NUM_THREADS SITE_{NETWORK_INTERFACE,PORTS} \
+        MANYGPUS_SPARE_NODES; do
         [[ ! ${!name+set} ]] || variables+=("variable=$name=${!name}")
     done
     complaints=$(mktemp 2>/dev/null) || complaints=/dev/null

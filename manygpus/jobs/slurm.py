@@ -369,6 +369,12 @@ def seconds(text: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
+def number_of_nodes(record: Mapping[str, str]) -> int | None:
+    """Return how many nodes a job has, by the fields of its record; None if they do not say it."""
+    number = re.match(r"\d+", record.get("NumNodes", ""))
+    return int(number[0]) if number else None
+
+
 def fields(shown: str) -> dict[str, str]:
     """Return the fields of an answer of `scontrol --oneliner show job` (or partition) by their names.
 

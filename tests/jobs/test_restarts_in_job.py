@@ -1,8 +1,12 @@
 """A job whose rank crashes or hangs starts again in its nodes; one whose error would return ends."""
 
 import csv
+import re
+import sys
+from pathlib import Path
 
-from checkout import Checkout
+from checkout import Checkout, wait_until
+from cluster import running_cluster
 from conftest import rows_of, succeeded
 
 TRAINING = ("--epochs", 3, "--train-size", 400, "--batch-size", 40, "--test-size", 100, "--width", 4)
@@ -63,3 +67,31 @@ def test_a_job_of_submit_py(on_cluster: Checkout) -> None:
     done = succeeded(on_cluster.submit_py("single", *words))
     (log,) = on_cluster.folder.rglob("*_0_log.out")
     assert "0 --resume model-1.txt\n" in log.read_text(), done.stdout + log.read_text()
+
+
+WAITS = """
+import os, sys, time
+print("begun on", os.uname().nodename, *sys.argv[1:], flush=True)
+if not sys.argv[1:]:
+    open(f"of-rank-{os.environ['RANK']}.txt", "w").close()
+    time.sleep(600)
+"""
+
+
+def test_a_node_fails_and_the_job_has_one_to_spare(tmp_path: Path) -> None:
+    with running_cluster(nodes=3, gpus=0) as cluster:
+        checkout = Checkout(tmp_path / "a checkout", cluster)
+        (checkout.folder / "waits.py").write_text(WAITS)
+        shape = ("--nodes", 2, "--gpus", 0, "--spare-nodes", 1, "--mem", "1G")
+        words = ("--when-requeued", f"--resume={tmp_path}/of-rank-*", "--plain", checkout.folder / "waits.py")
+        submit = (sys.executable, checkout.folder / "03_multigpu_ddp" / "submit.py")
+        done = succeeded(checkout.run(*submit, *shape, *words, cwd=tmp_path))
+        job = int(done.stdout.split()[1])
+        wait_until(lambda: len([*tmp_path.glob("of-rank-*")]) == 2)
+        cluster.run(["scontrol", "update", "nodename=n2", "state=down", "reason=planted"])
+        state = cluster.wait(job)
+        logs = [path.read_text() for path in sorted(checkout.folder.rglob(f"{job}_*_log.out"))]
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), logs
+        assert "\nwhy     node n2 failed\n" in logs[0], logs
+        began = [re.findall("begun on (n.)", log) for log in logs]
+        assert began == [["n1", "n1"], ["n2", "n3"]], logs

@@ -245,6 +245,7 @@ MAY_SAVED_NOTHING = replace(MAY, resume_point=OLD)
         ("rank_failed", replace(MAY, restarts_in_job=2), False),
         ("rank_failed", replace(MAY, most_restarts_in_job=0), False),
         ("rank_failed", replace(MAY, refusal=""), False),  # it is on its way back to the queue
+        ("rank_failed", replace(MAY, nodes=2), False),  # it has only one left
         ("scancel", replace(MAY, from_outside=True), False),
         ("time_limit", MAY, False),
         ("preempted", MAY, False),
@@ -264,6 +265,7 @@ def test_which_jobs_start_again_in_their_nodes(
     ("printed", "starts_again"),
     [
         (KILLED, True),
+        (f"{NODE_FAILED}\nsrun: error: n1: task 0: Killed", True),
         ("srun: error: n1: task 1: Segmentation fault (core dumped)", True),
         ("[Rank 0] Watchdog caught collective operation timeout: ...", True),
         ("srun: error: n1: task 1: Exited with exit code 1", False),

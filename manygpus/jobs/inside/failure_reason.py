@@ -26,7 +26,7 @@ TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeo
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|timeout caused pair closure")
 LEFT = re.compile(r"srun: error: First task exited (\d+)s ago")  # by --wait of the job scripts
 ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
-NODE_FAILED = "srun: error: Node failure on "
+NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
 # What srun says where it starts nothing: of the step, or of an option or a variable (seen: SLURM_NO_KILL=1,
 # SLURM_ACCTG_FREQ=often). A line on a task, or on the end of a step that has begun, is none of these.
 NO_STEP = re.compile(
@@ -111,7 +111,7 @@ class Evidence:
     @property
     def node_failed(self) -> bool:
         """Return whether srun says that a node has failed; its exit code may be 0 then."""
-        return any(line.startswith(NODE_FAILED) for line in self._lines)
+        return any(map(NODE_FAILED.match, self._lines))
 
     def reasons(self) -> list[Reason]:
         """Return why the job failed, the first reason first; nothing if it is unknown."""
@@ -119,7 +119,13 @@ class Evidence:
             never_started = self._never_started()
             if never_started:
                 return [never_started]
-        reasons = (self._noted_by_a_rank(), self._timed_out_on_gloo(), *self._deaths(), self._gave_up())
+        reasons = (
+            *self._failed_nodes(),
+            self._noted_by_a_rank(),
+            self._timed_out_on_gloo(),
+            *self._deaths(),
+            self._gave_up(),
+        )
         known = list(dict.fromkeys(reason for reason in reasons if reason))
         if not known:
             known = list(dict.fromkeys(self._exited_torchruns()))
@@ -136,6 +142,11 @@ class Evidence:
             why = "the network failed, or a rank hung for longer than --timeout"
             return [Reason(f"the ranks lost contact: {why}", may_pass=True)]
         return []
+
+    def _failed_nodes(self) -> list[Reason]:
+        """Return the nodes that a job has lost; Slurm ends the other jobs, or puts them into the queue."""
+        failed = filter(None, map(NODE_FAILED.match, self._lines))
+        return [Reason(f"node {line[1]} failed", may_pass=True) for line in failed]
 
     def _never_started(self) -> Reason | None:
         """Return why the ranks' program could not start, if srun or Python says so."""

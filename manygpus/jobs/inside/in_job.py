@@ -173,6 +173,7 @@ def _job_end(job_input: Input, slurm_facts: SlurmFacts) -> JobEnd:
         restarts_in_job=job_folder.restarts_in_job(),
         most_restarts_in_job=int(job_input["most_restarts_in_job"]),
         resume_point=resume_point.find(job_input.folder) if job_input["begun"] else None,
+        nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
     )
 
 

@@ -29,12 +29,14 @@ class SlurmFacts:
         preempted: whether it was told to leave for a job of higher priority, in this start.
         restarts: how often it has come back from the queue; None if that is unknown.
         seconds_left: until its time limit; None if it has none, or that is unknown.
+        nodes: how many it has, without those that have failed; None if that is unknown.
     """
 
     at_time_limit: bool = False
     preempted: bool = False
     restarts: int | None = None
     seconds_left: int | None = None
+    nodes: int | None = None
 
     @classmethod
     def parse(cls, shown: str) -> "SlurmFacts":
@@ -47,6 +49,7 @@ class SlurmFacts:
             preempted=fields.get("PreemptTime", "None")[:1].isdigit(),
             restarts=int(restarts) if restarts.isdecimal() else None,
             seconds_left=None if limit is None or ran is None else limit - ran,
+            nodes=slurm.number_of_nodes(fields),
         )
 
 
@@ -71,6 +74,7 @@ class JobEnd:
         restarts_in_job: how often it has started again in its nodes since it came from the queue.
         most_restarts_in_job: how often it may, on this site.
         resume_point: what it would resume from; None if nothing is known.
+        nodes: how many its ranks need.
     """
 
     code: int
@@ -86,6 +90,7 @@ class JobEnd:
     restarts_in_job: int = 0
     most_restarts_in_job: int = 0
     resume_point: ResumePoint | None = None
+    nodes: int = 1
 
     @property
     def requeued(self) -> bool:
@@ -139,6 +144,8 @@ def may_start_again(slurm_facts: SlurmFacts, job_end: JobEnd, reason: Reason) ->
     if not reason.may_pass or point is None or job_end.restarts_in_job >= job_end.most_restarts_in_job:
         return False
     if job_end.from_outside or job_end.requeued or slurm_facts.at_time_limit or slurm_facts.preempted:
+        return False
+    if slurm_facts.nodes is not None and slurm_facts.nodes < job_end.nodes:
         return False
     if slurm_facts.seconds_left is not None and slurm_facts.seconds_left < WORTH_A_START_SECONDS:
         return False
@@ -261,7 +268,7 @@ def _decide(
 
 def _how_it_starts_again(job_end: JobEnd) -> str:
     count = f"{job_end.restarts_in_job + 1} of {job_end.most_restarts_in_job}"
-    text = f"it starts again in the same nodes, {job_end.resume_point.text} (SITE_RESTARTS_IN_JOB: {count})"
+    text = f"it starts again in its nodes, {job_end.resume_point.text} (SITE_RESTARTS_IN_JOB: {count})"
     return log_words.line(log_words.AGAIN, text)
 
 

@@ -38,6 +38,7 @@ RECORDED = {
     "SLURM_TRES_BIND": "TresBind",
     "SLURM_GPU_FREQ": "TresFreq",
 }
+SPARE_NODES = "MANYGPUS_SPARE_NODES"  # the variable with the number of nodes that a job can lose
 # What sbatch may set, and a record does not have.
 NOT_RECORDED = re.compile("SLURM_DIST.*|SLURM_MEM_BIND.*|SLURM_CPU_FREQ.*|SLURM_OVERCOMMIT")
 
@@ -161,6 +162,10 @@ def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -
         exports["SLURM_GPUS_PER_NODE"] = str(gpus_per_node)
         unset.append("SLURM_GPUS")
 
+    if SPARE_NODES in job.variables:
+        exports |= _without_spare_nodes(job)
+        unset.append(SPARE_NODES)  # it is not for the jobs that this one sends
+
     cpus_per_task = _cpus_per_task_asked_for(job)
     if cpus_per_task is None:
         cpus_per_task = _share_of_cpus(variables)
@@ -191,8 +196,7 @@ def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -
             line(JOB, f"{numbers} {name}, restart {job.restarts}{in_job}, {now:%FT%T%z}"),
             line(
                 NODES,
-                f"{variables['SLURM_JOB_NODELIST']}, tasks per node {tasks_per_node}, "
-                f"CPUs per task {cpus_per_task}",
+                f"{_nodes(job)}, tasks per node {tasks_per_node}, CPUs per task {cpus_per_task}",
             ),
             # Other nodes may have fewer (seen: --gpus=3, and three tasks with --gpus-per-task=1).
             line(GPUS, f"{gpus_on_node} on {job.first_node}: {_count_by_name(job.gpu_names)}"),
@@ -207,6 +211,44 @@ def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -
             exclusive_helps=variables.get("SLURM_CLUSTER_NAME") != "practice",
         ),
     )
+
+
+def _without_spare_nodes(job: JobStart) -> dict[str, str]:
+    """Return the variables of srun for a job with spare nodes: its ranks are on as many nodes as it needs.
+
+    Slurm takes a node that fails out of the job (--no-kill), and srun then chooses among the others.
+
+    Raises:
+        UserError: if too few nodes are left, or so many spare ones make no sense.
+    """
+    text = job.variables[SPARE_NODES]
+    nodes = _number(job.variables, "SLURM_JOB_NUM_NODES")
+    if not text.isdecimal() or int(text) >= nodes:
+        raise UserError(
+            f"{SPARE_NODES} is {text}, and the job has {nodes} node(s): ask for the nodes of the ranks and "
+            "the spare ones together (sbatch --nodes)."
+        )
+    needed = nodes - int(text)
+    left = slurm.number_of_nodes(job.recorded)
+    if left is not None and left < needed:
+        raise UserError(
+            f"{left} of the job's {nodes} nodes are left, and it needs {needed}: submit it again."
+        )
+    ranks = {
+        name: str(_number(job.variables, name) * needed // nodes)
+        for name in ("SLURM_NTASKS", "SLURM_NPROCS")
+        if name in job.variables
+    }
+    return {"SLURM_NNODES": str(needed), "SLURM_JOB_NUM_NODES": str(needed), **ranks}
+
+
+def _nodes(job: JobStart) -> str:
+    """Return the nodes of the job in Slurm's words."""
+    spare = job.variables.get(SPARE_NODES)
+    if spare is None:
+        return job.variables["SLURM_JOB_NODELIST"]
+    left = job.recorded.get("NodeList", job.variables["SLURM_JOB_NODELIST"])
+    return f"{left} (asked for with {spare} to spare)"
 
 
 def _numbers(number: str, job: JobStart) -> str:

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -27,6 +27,7 @@ class Request:
         partition: the partition's name; it overrides the site's SBATCH_PARTITION.
         passed_on: options of sbatch and their values (`PASSED_ON`); they override the site's.
         why_here: why it runs on this machine, in words; "" if it goes to Slurm.
+        spare_nodes: how many nodes it has beside those of its ranks, in place of nodes that fail.
         threads: the threads of each process on this machine (`local_job.variables`).
         working_dir: the folder that it starts in; None for the one that it is sent from.
         run_name: the name of its run in a sweep.
@@ -41,6 +42,7 @@ class Request:
     partition: str | None = None
     passed_on: Mapping[str, str] = field(default_factory=dict)
     why_here: str = ""
+    spare_nodes: int = 0
     threads: int | None = None
     working_dir: Path | None = None
     run_name: str = ""
@@ -61,12 +63,16 @@ class Request:
         return self.minutes or self.site.minutes or DEFAULT_MINUTES
 
     @property
-    def sbatch_options(self) -> dict[str, str]:
+    def sbatch_options(self) -> dict[str, str | bool]:
         """Return how the job asks for GPUs, cores and memory at this site, as {"gpus-per-node": "2", ...}.
 
         What its user passes on to sbatch comes after these, where it counts.
         """
-        asked = sbatch_options(self.site, self.resources)
+        nodes = self.resources.nodes + self.spare_nodes
+        asked = sbatch_options(self.site, replace(self.resources, nodes=nodes))
+        if self.spare_nodes:
+            # Slurm would end the job with its first node that fails.
+            asked |= {"nodes": str(nodes), "no-kill": True}
         if "mem" in self.passed_on:
             # The site may count it by CPU or GPU, and sbatch takes it in one form only.
             asked = {option: value for option, value in asked.items() if option not in MEMORY_OPTIONS}
@@ -125,8 +131,9 @@ class Request:
         source = f"source {shlex.quote(str(JOB_ENV))}"
         if self.stage.plain:
             source += f" {shlex.join(self.words)}"
+        spare = [f"export MANYGPUS_SPARE_NODES={self.spare_nodes}"] if self.spare_nodes else []
         results = f"export MANYGPUS_RESULTS_DIR={shlex.quote(str(self.results_dir))}"
-        return ["set -euo pipefail", source, results]
+        return ["set -euo pipefail", *spare, source, results]
 
 
 def new_folder(site: Site, stage: Stage) -> Path:

@@ -400,6 +400,7 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
         partition=own_options.partition,
         passed_on=passed_on(own_options),
         why_here=why_here,
+        spare_nodes=own_options.spare_nodes,
     )
     return request, own_options
 
@@ -454,6 +455,14 @@ def _parser(stage: Stage, description: str) -> Parser:
     )
     parser.add_argument(
         "--nodes", type=at_least(1), default=1, metavar="N", help="nodes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--spare-nodes",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="nodes that the job holds besides, to start again on them when others fail (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--cpus-per-gpu",
