@@ -6,6 +6,7 @@
 | `rank-N.finished`, `.failed`, `.lost` | replaces it: how it ended, and the error (lost: its peers left) |
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
+| `stalled` | which ranks the monitor has ended, as they did nothing (monitor/idle_ranks.py) |
 | `resumed-from` | the path of the checkpoint that this start resumed from |
 | `newest-checkpoint` | the path of the last one that it has saved |
 | `script.json` | the script that the job runs, its arguments, and the commit of its code (`Script`) |
@@ -45,7 +46,8 @@ FIRST_FAILED = "first-failed"
 STOPPED = "stopped"
 RESUMED_FROM = "resumed-from"
 NEWEST_CHECKPOINT = "newest-checkpoint"
-OF_A_START = (FIRST_FAILED, STOPPED, RESUMED_FROM, NEWEST_CHECKPOINT)  # like the ranks' notes
+STALLED = "stalled"
+OF_A_START = (FIRST_FAILED, STOPPED, RESUMED_FROM, NEWEST_CHECKPOINT, STALLED)  # like the ranks' notes
 STATES = ("started", "finished", "failed", "lost")  # of a rank
 NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
 

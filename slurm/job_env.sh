@@ -251,7 +251,8 @@ run_monitor() {
     unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
     if ! srun --job-name=monitor --overlap --mem=0 --input=all --nodes="$SLURM_JOB_NUM_NODES" \
         --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${gpus[@]}" "${SITE_SRUN_ARGS[@]}" \
-        "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$watching" 2>"$watching/log" &&
+        "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$watching" \
+        --most-idle-seconds "$SITE_STALLED_SECONDS" 2>"$watching/log" &&
         [[ ! -e $watching/verdict.json ]]; then
         cat >/dev/null # wait for the end of the job before printing this
         tell_no_verdict "not sampled to the end: see $watching/log"

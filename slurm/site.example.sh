@@ -47,6 +47,7 @@
 #SITE_PORTS=20000-20999                    # the job's number selects a port where the ranks meet; default: 10000-29999
 #SITE_MOST_RESTARTS=20                     # how often a job may return to the queue; default: 50
 #SITE_RESTARTS_IN_JOB=0                    # how often a job whose rank crashes may start again in its nodes; default: 1
+#SITE_STALLED_SECONDS=1200                 # a rank that does nothing for so long is ended; default: 0, none is
 
 # --- 5. What a job reports about itself ---------------------------------------------------------
 #SITE_MONITOR=off                          # no samples, and no verdict in the log; default: on

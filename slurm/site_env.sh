@@ -59,6 +59,10 @@ done
     fail "SITE_MOST_RESTARTS is a number, not $SITE_MOST_RESTARTS: correct it in slurm/site.sh or in your shell."
 [[ ${SITE_RESTARTS_IN_JOB:=1} =~ ^(0|[1-9][0-9]*)$ ]] ||
     fail "SITE_RESTARTS_IN_JOB is a number, not $SITE_RESTARTS_IN_JOB: correct it in slurm/site.sh or in your shell."
+[[ ${SITE_STALLED_SECONDS:=0} =~ ^(0|[1-9][0-9]*)$ ]] ||
+    fail "SITE_STALLED_SECONDS is a number, not $SITE_STALLED_SECONDS: correct it in slurm/site.sh or in your shell."
+[[ $SITE_STALLED_SECONDS == 0 || $SITE_MONITOR == on ]] ||
+    fail "SITE_STALLED_SECONDS needs the monitor: leave out SITE_MONITOR=off, or SITE_STALLED_SECONDS."
 # Below the ports that the system assigns by itself (from 32768 on).
 : "${SITE_PORTS:=10000-29999}"
 if [[ ! $SITE_PORTS =~ ^[1-9][0-9]*-[1-9][0-9]*$ ]] || ((${SITE_PORTS%-*} > ${SITE_PORTS#*-})); then

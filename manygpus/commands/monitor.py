@@ -46,7 +46,7 @@ def _do_what_is_asked(own_job: str | None) -> int:
     elif options.until:
         _sample_job_here(options.sample, str(options.until))
     else:
-        watch.sample_slurm_job(options.sample, own_job)
+        watch.sample_slurm_job(options.sample, own_job, options.most_idle_seconds)
     return 0
 
 
@@ -60,6 +60,9 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     modes.add_argument("--verdict", metavar="JOB", type=given, help="print what this job wasted")
     modes.add_argument("--sample", metavar="FOLDER", type=given_path, help="sample this node; jobs call it")
     parser.add_argument("--until", metavar="PID", type=at_least(1), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--most-idle-seconds", metavar="N", type=at_least(0), default=0, help=argparse.SUPPRESS
+    )
     return parser.parse_args(arguments[:end]), command
 
 

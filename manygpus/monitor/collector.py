@@ -8,8 +8,9 @@ from pathlib import Path
 
 from manygpus import job_folder, launchers
 from manygpus.errors import reason
-from manygpus.monitor import samples
+from manygpus.monitor import idle_ranks, samples
 from manygpus.monitor.gpus import Gpus
+from manygpus.monitor.idle_ranks import IdleRanks
 from manygpus.monitor.processes import Processes
 
 
@@ -18,6 +19,7 @@ def sample(
     variables: dict[str, str],
     stop: Callable[[float], bool],
     period_seconds: float = samples.PERIOD_SECONDS,
+    most_idle_seconds: float = 0,
 ) -> None:
     """Add samples of this node to its file in `folder`, and what cannot be sampled to the file `notes` there.
 
@@ -29,9 +31,10 @@ def sample(
         variables: the variables of the environment, with their values, that identify the job's processes.
         stop: waits for at most so many seconds, and returns whether to end.
         period_seconds: the time from one sample to the next. A sample that would be late is left out.
+        most_idle_seconds: a rank that has done nothing for so long is ended; 0: none is.
     """
     _yield_cores_to_the_ranks()
-    monitor = _NodeMonitor(folder, variables)
+    monitor = _NodeMonitor(folder, variables, most_idle_seconds)
     began = time.monotonic()
     while True:
         monitor.add_sample()
@@ -49,7 +52,7 @@ def _yield_cores_to_the_ranks() -> None:
 class _NodeMonitor:
     """Samples this node. What cannot be looked at, or written, is tried again at the next sample."""
 
-    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
+    def __init__(self, folder: Path, variables: dict[str, str], most_idle_seconds: float) -> None:
         self._folder = folder
         self._variables = variables
         self._node = launchers.node()
@@ -57,6 +60,7 @@ class _NodeMonitor:
         self._processes: Processes | None = None
         self._gpus: Gpus | None = None
         self._writer: samples.Writer | None = None
+        self._idle_ranks = IdleRanks(most_idle_seconds) if most_idle_seconds else None
 
     def add_sample(self) -> None:
         now = time.time()
@@ -69,6 +73,13 @@ class _NodeMonitor:
             path = f"{self._folder}/{self._node}.csv"
             self._notes.add(f"samples are missing: {path} could not be written ({reason(error)})")
             self._writer = None
+        if self._idle_ranks:
+            self._end_ranks(self._idle_ranks.add(time.monotonic(), rows))
+
+    def _end_ranks(self, ranks: list[int]) -> None:
+        if ranks:
+            pids = {rank: self._processes.pids[rank] for rank in ranks}
+            idle_ranks.end(pids, self._node, self._idle_ranks.most_seconds, job=self._folder.parent)
 
     def _process_rows(self) -> list[samples.Row]:
         try:

@@ -239,10 +239,12 @@ class Processes:
 
     Attributes:
         ranks: the rank of each of its processes, also of its loader workers, by the process's number.
+        pids: the number of the process that is the rank itself, by the rank.
     """
 
     def __init__(self, variables: dict[str, str]) -> None:
         self.ranks: dict[int, int] = {}
+        self.pids: dict[int, int] = {}
         self._variables = {f"{name}={value}" for name, value in variables.items()}
         self._processes: dict[int, Process] = {}
         # In how many samples a process was not the job's.
@@ -264,6 +266,7 @@ class Processes:
         self._update_processes(seconds)
         families = self._families()
         self.ranks = {process.pid: process.rank for family in families for process in family.processes}
+        self.pids = {family.rank.rank: family.rank.pid for family in families}
         parents = {process.pid: process.parent for process in self._processes.values()}
         met = self._look_who_has_met(families)
         rows = [self._node_row(seconds)]

@@ -100,7 +100,7 @@ def sample_job_here(folder: Path, name: str, has_ended: Callable[[], bool]) -> N
     _keep_and_print_verdict(folder, name)
 
 
-def sample_slurm_job(folder: Path, job: str | None) -> None:
+def sample_slurm_job(folder: Path, job: str | None, most_idle_seconds: float = 0) -> None:
     """Sample this node until the job script closes the input; the first of its nodes prints the verdict.
 
     A rank that outlives SIGTERM is killed by Slurm, and so is the job script, before it can print its last
@@ -109,6 +109,7 @@ def sample_slurm_job(folder: Path, job: str | None) -> None:
     Args:
         folder: the folder for the samples.
         job: the folder of the job; None outside of one.
+        most_idle_seconds: a rank that has done nothing for so long is ended; 0: none is.
 
     Raises:
         UserError: outside of a job of Slurm.
@@ -136,7 +137,7 @@ def sample_slurm_job(folder: Path, job: str | None) -> None:
         readable, _, _ = select.select([0], [], [], seconds)
         return bool(readable) and not os.read(0, 65536)
 
-    collector.sample(folder, variables, input_ends_within)
+    collector.sample(folder, variables, input_ends_within, most_idle_seconds=most_idle_seconds)
     if prints_verdict and time.monotonic() - printed_at > NEXT_VERDICT_SECONDS:
         _keep_and_print_verdict(folder, name)
 

@@ -121,6 +121,7 @@ class Evidence:
                 return [never_started]
         reasons = (
             *self._failed_nodes(),
+            self._stalled(),
             self._noted_by_a_rank(),
             self._timed_out_on_gloo(),
             *self._deaths(),
@@ -147,6 +148,11 @@ class Evidence:
         """Return the nodes that a job has lost; Slurm ends the other jobs, or puts them into the queue."""
         failed = filter(None, map(NODE_FAILED.match, self._lines))
         return [Reason(f"node {line[1]} failed", may_pass=True) for line in failed]
+
+    def _stalled(self) -> Reason | None:
+        """Return which ranks the monitor has ended; their deaths come after it."""
+        note = job_folder.read(self._folder / job_folder.STALLED)
+        return Reason(note, may_pass=True) if note else None
 
     def _never_started(self) -> Reason | None:
         """Return why the ranks' program could not start, if srun or Python says so."""
