@@ -284,6 +284,21 @@ def test_after_which_failures_another_try_makes_sense(
     assert (NEW.text in outcome.said[-1]) == starts_again
 
 
+@pytest.mark.parametrize(
+    ("error", "starts_again"),
+    [
+        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
+        ("OSError: [Errno 5] Input/output error: '/data/train.bin'", True),
+        ("ValueError: x", False),
+        ("OutOfMemoryError: CUDA out of memory.", False),
+    ],
+)
+def test_an_error_of_hardware_may_pass(error: str, starts_again: bool, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.failed").write_text(f"error on rank 0: {error}\n")
+    printed = ("srun: error: n1: task 0: Exited with exit code 1",)
+    assert end(tmp_path, facts("24.11", "rank_failed"), MAY, printed).starts_again == starts_again
+
+
 def test_what_a_job_would_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its training notes, or what --when-requeued names; without either it would train anew."""
 

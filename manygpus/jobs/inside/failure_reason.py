@@ -46,6 +46,12 @@ OWN_LOG = "_0_log.out"  # how the name of submitit's log of rank 0 ends
 LOST_A_PEER = re.compile(rf": (RuntimeError: .*gloo|(torch\.distributed\.)?({'|'.join(DISTRIBUTED)}): )")
 
 
+# Errors of a GPU, of the network, and of a file server, in the words of CUDA, NCCL and Linux. GPUs and their
+# memory caused nearly half of the interruptions of Llama 3's training (arxiv.org/abs/2407.21783, table 5).
+OF_HARDWARE = re.compile(
+    "uncorrectable ECC error|uncorrectable NVLink error|hardware stack error|unspecified launch failure"
+    "|Input/output error|Stale file handle|ncclRemoteError|ncclSystemError"
+)
 # What srun and slurmstepd say where the memory that a job has asked for ran out.
 OUT_OF_MEMORY = re.compile(rf"{job_log.OF_SLURM}.*(?:oom.kill|Out Of Memory)", re.IGNORECASE)
 
@@ -57,8 +63,8 @@ class Reason(NamedTuple):
         text: a clause on one rank.
         rank: that rank; None if it is not known.
         exit_code: its exit code; 0 if it is not known.
-        may_pass: whether another try may do without it: a signal has ended the rank, or it hung or lost the
-            others. An error of the script would return.
+        may_pass: whether another try may do without it: a signal has ended the rank, it hung or lost the
+            others, or its hardware failed. An error of the script would return.
     """
 
     text: str
@@ -296,7 +302,7 @@ class Evidence:
         if self._log and self._log.name.endswith(OWN_LOG) and reason.rank in self._logs and reason.rank:
             # That of rank 0 is the job's.
             text += f" (in {self._log.name.removesuffix(OWN_LOG)}_{reason.rank}_log.out)"
-        return reason._replace(text=text)
+        return reason._replace(text=text, may_pass=reason.may_pass or bool(OF_HARDWARE.search(text)))
 
     def _names(self, ranks: Iterable[int]) -> str:
         if self._launcher:
