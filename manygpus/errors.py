@@ -130,9 +130,13 @@ def _refuse_another_checkout() -> None:
     """
     for folder in Path(sys.argv[0]).resolve().parents:
         beside_the_script = folder / "manygpus" / "errors.py"
-        if beside_the_script.exists() and not beside_the_script.samefile(__file__):
+        if not beside_the_script.exists():
+            continue
+        if not beside_the_script.samefile(__file__):
             remedy = f"cd {shlex.quote(str(folder))} && export PYTHONPATH=$PWD"
             fail(f"this script would run the code of {REPOSITORY}: {remedy}")
+        # A frozen copy of a checkout (frozen_code.py) may lie in that checkout.
+        break
 
 
 def _dump_no_core() -> None:

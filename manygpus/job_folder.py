@@ -26,10 +26,11 @@ import os
 import re
 import signal
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from manygpus.frozen_code import FrozenCode
 from manygpus.launchers import node, rank_of
 
 VARIABLE = "MANYGPUS_JOB_DIR"  # the environment variable with the path of this process's job
@@ -225,6 +226,7 @@ class Script:
         job_name: the job's name in Slurm; "" without Slurm.
         log: the path of the job's log; "" if it is not known.
         when_requeued: the words of --when-requeued (jobs/user_program.py); None if its user has given none.
+        frozen_in: the folder with the copy that the job runs (frozen_code.py); "" if it runs `path` itself.
     """
 
     path: str
@@ -238,6 +240,18 @@ class Script:
     job_name: str = ""
     log: str = ""
     when_requeued: list[str] | None = None
+    frozen_in: str = ""
+
+    def with_code(self, code: FrozenCode) -> "Script":
+        """Return it as its user knows it, for a job that runs a copy of it."""
+        return replace(
+            self,
+            path=str(code.original(Path(self.path))),
+            arguments=[code.as_typed(word) for word in self.arguments],
+            commit=code.commit,
+            repository=str(code.checkout),
+            frozen_in=str(code.folder),
+        )
 
     @property
     def label(self) -> str:

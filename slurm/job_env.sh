@@ -55,7 +55,7 @@ watching=$MANYGPUS_JOB_DIR/monitor
 mv -f "$MANYGPUS_JOB_DIR/"{,earlier-}outcome.json 2>/dev/null || true
 plain=""
 proctrack="" # of a plain script: how Slurm finds the processes that it signals (manygpus/jobs/inside/run_plain.py)
-case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node) plain=1 ;; esac
+case ${1:-} in --plain* | --python* | --when-requeued* | --one-process-per-node | --frozen) plain=1 ;; esac
 if [[ $plain ]]; then
     # `python -m` must not import a queue.py from the folder of the script. jobs/inside/run_plain.py unsets this.
     export PYTHONSAFEPATH=1
@@ -75,9 +75,15 @@ if ! "${hold_signals[@]}" true 2>/dev/null; then # before coreutils 8.31, as in 
     hold_signals=(bash -c 'trap "" USR2; exec "$@"' bash)
 fi
 # A container may not pass on the environment. With the first two variables a rank finds its job's folder, and refuses
-# to train alone if it does not know the other ranks (manygpus/launchers.py).
+# to train alone if it does not know the other ranks (manygpus/launchers.py). With PYTHONPATH it finds the frozen copy
+# of the kit; without a container it stays what activate_environment makes of it.
+frozen_kit=()
+if [[ ${MANYGPUS_CHECKOUT:-} && ${SITE_CONTAINER[*]} ]]; then
+    frozen_kit=("PYTHONPATH=$PYTHONPATH")
+fi
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}"
-    env "MANYGPUS_JOB_DIR=$MANYGPUS_JOB_DIR" MANYGPUS_STARTED_BY=srun ${proctrack:+"MANYGPUS_PROCTRACK=$proctrack"})
+    env "MANYGPUS_JOB_DIR=$MANYGPUS_JOB_DIR" MANYGPUS_STARTED_BY=srun ${proctrack:+"MANYGPUS_PROCTRACK=$proctrack"}
+    "${frozen_kit[@]}")
 
 # --- the log ----------------------------------------------------------------------------------------
 # The log of the job, if it is a file, and the logs of submitit for the ranks from 1 on, which lie beside it. Each
@@ -121,7 +127,7 @@ in_job() {
 
 # Print NAME=VALUE..., each with a NUL after it, one more NUL, and the end of the logs.
 in_job_input() {
-    printf '%s\0' "folder=$MANYGPUS_JOB_DIR" "facts=$facts" "plain=$plain" "repository=$REPOSITORY" \
+    printf '%s\0' "folder=$MANYGPUS_JOB_DIR" "facts=$facts" "plain=$plain" "repository=$KIT" \
         "log=$own_log" "$@" ""
     printed
 }
@@ -135,11 +141,11 @@ begin_job() {
     node=$(scontrol --oneliner show node "$first_node" 2>/dev/null) || node=""
     # If the driver hangs, nothing can end nvidia-smi, so this does not wait for its end.
     IFS= read -r -d '' -t 20 gpus < <(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || true
-    version=$(git_here "$REPOSITORY" describe --always --dirty)
+    version=$(git_here "$KIT" describe --always --dirty)
     code_folder=$(folder_of_code "$@")
     code_top=$(git_here "$code_folder" rev-parse --show-toplevel)
     code_version=$version
-    [[ $code_top -ef $REPOSITORY ]] || code_version=$(git_here "$code_folder" describe --always --dirty)
+    [[ $code_top -ef $KIT ]] || code_version=$(git_here "$code_folder" describe --always --dirty)
     for name in "${!SLURM_@}" "${!SRUN_@}" MASTER_{ADDR,PORT} OMP_NUM_THREADS SITE_{NETWORK_INTERFACE,PORTS} \
         MANYGPUS_SPARE_NODES; do
         [[ ! ${!name+set} ]] || variables+=("variable=$name=${!name}")
@@ -251,7 +257,7 @@ run_monitor() {
     unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
     if ! srun --job-name=monitor --overlap --mem=0 --input=all --nodes="$SLURM_JOB_NUM_NODES" \
         --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${gpus[@]}" "${SITE_SRUN_ARGS[@]}" \
-        "${SITE_CONTAINER[@]}" python "$REPOSITORY/slurm/monitor.py" --sample "$watching" \
+        "${SITE_CONTAINER[@]}" python "$KIT/slurm/monitor.py" --sample "$watching" \
         --most-idle-seconds "$SITE_STALLED_SECONDS" 2>"$watching/log" &&
         [[ ! -e $watching/verdict.json ]]; then
         cat >/dev/null # wait for the end of the job before printing this
@@ -405,5 +411,8 @@ trap finish EXIT
 listen_to_signals
 run_activate_environment
 listen_to_signals # the site's commands may have changed the traps
+if [[ ${MANYGPUS_CHECKOUT:-} && :${PYTHONPATH:-}: != *":$KIT:"* ]]; then
+    export PYTHONPATH=$KIT${PYTHONPATH:+:$PYTHONPATH} # and this; a stage in a frozen copy refuses another kit
+fi
 type srun scontrol >/dev/null 2>&1 ||
     fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."

@@ -14,7 +14,8 @@ ends=""
 trap '[[ -z $ends ]] || fail "$ends"' EXIT
 
 # --- the defaults -----------------------------------------------------------------------------------
-REPOSITORY=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd)
+KIT=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd) # where the code is: the checkout, or a job's frozen copy of it
+REPOSITORY=${MANYGPUS_CHECKOUT:-$KIT}
 SITE_SRUN_ARGS=()
 SITE_CONTAINER=()
 activate_environment() {
@@ -81,7 +82,7 @@ of them out in slurm/site.sh."
         fail "SITE_STAGE_ENV=$SITE_STAGE_ENV is not there: it is the whole path of an archive (slurm/DATA.md says how \
 to make it), or leave it out."
 fi
-export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH} # finds manygpus if it is not installed
+export PYTHONPATH=$KIT${PYTHONPATH:+:$PYTHONPATH} # finds manygpus if it is not installed
 
 # Activate the job's Python. Jobs run with `set -u`, under which both module and conda fail.
 run_activate_environment() {

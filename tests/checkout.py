@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 from cluster import RunningCluster
-from conftest import ENVIRONMENT, REPOSITORY, STARTUP, rows_of
+from conftest import ENVIRONMENT, REPOSITORY, STARTUP, ran, rows_of, succeeded
 
 # What the kit needs besides PyTorch and NumPy (pyproject.toml), by the names in site-packages.
 OF_THE_KIT = re.compile(
@@ -128,6 +128,14 @@ def own_environment(folder: Path, with_torch: bool = False) -> Path:
         (packages,) = folder.glob("lib/python*/site-packages")
         (packages / "linked.pth").write_text(f"{linked}\n")
     return folder / "bin" / "python"
+
+
+def commit_of(folder: Path) -> str:
+    """Make the folder a repository of git, and return the commit of all that is in it."""
+    git = ["git", "-C", folder, "-c", "user.name=me", "-c", "user.email=me@localhost"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=mine"]):
+        succeeded(ran(*git, *command))
+    return succeeded(ran(*git, "describe", "--always")).stdout.strip()
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -6,6 +6,7 @@ Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,102
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,9 @@ from manygpus.errors import UserError, entrypoint, print_line
 from manygpus.jobs import local_job
 from manygpus.jobs.site import read_site
 from manygpus.jobs.stages import STAGES, Stage
-from manygpus.jobs.submit import submission
+from manygpus.jobs.submit import freezing, submission
+from manygpus.jobs.submit.code_difference import difference
+from manygpus.jobs.submit.freezing import NotFrozenError, named
 from manygpus.jobs.submit.request import read_options
 from manygpus.jobs.sweeps import execution, varied_options
 from manygpus.jobs.sweeps.metric import MAXIMIZE, MINIMIZE, metric
@@ -79,6 +82,7 @@ OPTIONS_OF_PLAIN_SWEEPS = {
     "chdir",
     "metric",
     "goal",
+    "no_freeze",
     "repeats",
     "max_jobs",
     "gpus_per_node",
@@ -105,17 +109,21 @@ def main() -> int:
     if not is_users_own:
         # Once for all runs, as all of them need it.
         staging.check(planned_sweep.opts.dataset, planned_sweep.opts.data_dir)
+    planned_sweep, about_code = _with_its_code(planned_sweep, stages[0], own_options)
     runs, left_out = planned_sweep.planned(grid)
     for reason, count in left_out.items():
         print_line(f"left out ({count}): {reason}")
     if own_options.dry_run:
         _print_runs(planned_sweep, runs)
         _warn_of_shared_files(planned_sweep, runs)
+        print_line("\n".join(about_code))
         return 0
     _warn_of_shared_files(planned_sweep, runs)
     if planned_sweep.why_here:
         print_line(f"{planned_sweep.why_here}: {_places(planned_sweep, runs)}, as processes of this machine")
     with planned_sweep.claim(stages[0].words if is_users_own else ()):
+        print_line("\n".join(about_code))
+        planned_sweep.freeze()
         return execution.run(
             planned_sweep,
             runs,
@@ -184,6 +192,30 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
         chdir=own_options.chdir,
         metric=metric(own_options.metric, own_options.goal) if own_options.metric else None,
     )
+
+
+def _with_its_code(
+    planned_sweep: Sweep, stage: Stage, own_options: argparse.Namespace
+) -> tuple[Sweep, tuple[str, ...]]:
+    """Return the sweep with a copy of its code, if there is to be one, and what is told of that."""
+    if own_options.no_freeze:
+        return planned_sweep, freezing.not_frozen("--no-freeze")
+    try:
+        code = freezing.plan(stage, planned_sweep.folder, planned_sweep.site.jobs_dir)
+    except NotFrozenError as error:
+        return planned_sweep, freezing.not_frozen(str(error))
+    if own_options.dry_run:
+        return planned_sweep, code.would_freeze
+    planned_sweep = replace(planned_sweep, code=code)
+    sentences = code.sentences(stage.program)
+    changed = difference(code.code).names if code.is_there else []
+    if not changed:
+        return planned_sweep, sentences
+    note = (
+        f"note: since the sweep began, {named(changed)} changed: its runs go on with the code of then; "
+        "--no-freeze runs today's"
+    )
+    return planned_sweep, (*sentences, note)
 
 
 def _print_runs(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
@@ -447,6 +479,7 @@ def _add_jobs(parser: Parser) -> None:
         action="store_true",
         help="start each run of a plain script in its own folder, instead of here",
     )
+    submission.add_no_freeze(jobs)
     jobs.add_argument("--local", action="store_true", help="run on this machine, even if there is a Slurm")
     jobs.add_argument("--dry-run", action="store_true", help="print the runs, and submit nothing")
     jobs.add_argument(

@@ -24,10 +24,10 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manygpus.config.command_line import Parser, given
+from manygpus.config.command_line import Parser, given, given_path
 from manygpus.errors import REPOSITORY, UserError
 from manygpus.job_folder import Script
 
@@ -58,6 +58,7 @@ class Program:
             back only when it has saved.
         one_process_per_node: whether it starts the ranks of its node itself.
         starter: the words that start its file, if that does not start by itself: bash, of a shell script.
+        is_frozen: whether `path` and `user_folder` are in the frozen code of the job (frozen_code.py).
     """
 
     path: Path
@@ -67,6 +68,7 @@ class Program:
     when_requeued: tuple[str, ...] | None = None
     one_process_per_node: bool = False
     starter: tuple[str, ...] = ()
+    is_frozen: bool = False
 
     @property
     def label(self) -> str:
@@ -95,6 +97,8 @@ class Program:
             words += ["--when-requeued", shlex.join(self.when_requeued)]
         if self.one_process_per_node:
             words.append("--one-process-per-node")
+        if self.is_frozen:
+            words += ["--frozen", str(self.user_folder)]
         return [*words, "--plain", *self.name]
 
     @property
@@ -252,6 +256,8 @@ def parse(words: Sequence[str]) -> tuple[Program, list[str]]:
     """
     parser = Parser(prog="--plain", add_help=False)
     parser.add_argument("--plain", type=given)
+    # The folder in place of the current one; only submit.py and sweep.py write it.
+    parser.add_argument("--frozen", type=given_path)
     add_options(parser)
     own_words, arguments = split(words)
     own_options, unknown = parser.parse_known_args(own_words)
@@ -259,7 +265,9 @@ def parse(words: Sequence[str]) -> tuple[Program, list[str]]:
         raise UserError(f"{', '.join(OPTIONS)} are for plain scripts: put --plain and the script after them.")
     if unknown:
         raise UserError(misplaced(unknown[0], own_options.plain))
-    return from_options(own_options, [Path.cwd()]), arguments
+    frozen = own_options.frozen
+    program = from_options(own_options, [frozen or Path.cwd()])
+    return replace(program, is_frozen=frozen is not None), arguments
 
 
 def misplaced(word: str, name: str) -> str:

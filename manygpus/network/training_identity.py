@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from manygpus import frozen_code
 from manygpus.distributed import process_group
 from manygpus.network.model import unwrapped
 from manygpus.network.optim import KERNELS
@@ -112,8 +113,13 @@ def of_script() -> str:
 
 
 def of_arguments() -> str:
-    """Return the arguments of the running script, as on a command line; "" in a notebook."""
-    return shortened(shlex.join(sys.argv[1:]), LONGEST_TEXT_CHARACTERS) if of_script() else ""
+    """Return the arguments of the running script, as on a command line; "" in a notebook.
+
+    Those that name a file in the job's frozen code are as its user has typed them: each job has another copy.
+    """
+    code = frozen_code.running()
+    words = [code.as_typed(word) for word in sys.argv[1:]] if code else sys.argv[1:]
+    return shortened(shlex.join(words), LONGEST_TEXT_CHARACTERS) if of_script() else ""
 
 
 def _layers(network: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from manygpus import launchers
+from manygpus import frozen_code, launchers
 from manygpus.devices import accelerator_of, device_name, devices_in_use, peak_memory_mb
 from manygpus.distributed import process_group
 from manygpus.launchers import DistEnv
@@ -46,6 +46,10 @@ def git_commit() -> str:
 
     It is "" for a script that is in no repository. A notebook has no script; it gets the commit of this one.
     """
+    code = frozen_code.running()
+    if code:
+        # A copy is in no repository, unless its job's folder is in another one.
+        return code.commit
     script = getattr(sys.modules["__main__"], "__file__", None)
     command = ["git", "describe", "--always", "--dirty"]
     with suppress(OSError, subprocess.TimeoutExpired):  # there is no git, or a disk that hangs

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manygpus import job_folder
+from manygpus import frozen_code, job_folder
 from manygpus.errors import UserError, print_line
 from manygpus.job_folder import Script
 from manygpus.jobs import job_log, slurm
@@ -132,6 +132,7 @@ def _plan(job_input: Input) -> str:
     else:
         script = None
     if script:
+        code = frozen_code.of(program.user_folder if program else Path(script.path))
         script = replace(
             script,
             commit=job_input["code_version"],
@@ -141,6 +142,8 @@ def _plan(job_input: Input) -> str:
             job_name=job_input.variables.get("SLURM_JOB_NAME", ""),
             log=job_input["log"],
         )
+        if code:
+            script = script.with_code(code)
     return start_plan.begin(job, script, _resolve, monitored=job_input["monitor"] == "on")
 
 

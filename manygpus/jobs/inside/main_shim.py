@@ -2,6 +2,7 @@
 
     python manygpus/jobs/inside/main_shim.py script.py ...
     python manygpus/jobs/inside/main_shim.py -m FOLDER package.train ...
+    python manygpus/jobs/inside/main_shim.py --frozen CHECKOUT COPY ... (one of the above)
 
 That may be another Python than the kit's, of an environment of the user's: it needs no packages, and 3.7
 will do.
@@ -73,8 +74,40 @@ def run_module(folder: str, name: str) -> None:
     runpy._run_module_as_main(name)
 
 
+def import_the_copy(checkout: str, copy: str) -> None:
+    """Have what would be imported from a checkout be imported from its frozen copy.
+
+    In the script's environment the project may be installed as editable (goodfire-ai/spd#205), which puts
+    folders of it on `sys.path`, or with setuptools a table of its packages into a module; or PYTHONPATH has
+    such a folder. Python processes that the script starts find the copy by PYTHONPATH.
+    """
+    real_copy = os.path.realpath(copy)
+
+    def in_the_copy(path: str) -> str:
+        real = os.path.realpath(path)
+        if not path or os.path.commonpath([real, checkout]) != checkout:
+            return path
+        counterpart = os.path.normpath(f"{real_copy}/{os.path.relpath(real, checkout)}")
+        # What the copy only has a link to, such as .venv, stays.
+        return counterpart if os.path.realpath(counterpart) == counterpart else path
+
+    folders = [in_the_copy(folder) for folder in sys.path]
+    changed = [folder for folder in folders if folder not in sys.path]
+    sys.path[:] = folders
+    for name, module in list(sys.modules.items()):
+        table = getattr(module, "MAPPING", None)
+        if name.startswith("__editable__") and isinstance(table, dict):
+            table.update({package: in_the_copy(path) for package, path in table.items()})
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if changed:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*changed, *others])
+
+
 if __name__ == "__main__":
     del sys.argv[0]
+    if sys.argv[0] == "--frozen":
+        import_the_copy(sys.argv[1], sys.argv[2])
+        del sys.argv[:3]
     show_default()
     # torchrun sets it for its ranks.
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import psutil
 
-from manygpus import errors, job_folder, launchers
+from manygpus import errors, frozen_code, job_folder, launchers
 from manygpus.errors import UserError
 from manygpus.jobs.inside import main_shim
 from manygpus.jobs.user_program import ACTIVE, Program, parse, without_the_kit
@@ -80,6 +80,9 @@ def _command(program: Program, arguments: Sequence[str]) -> list[str]:
     name = [str(program.path)]
     if program.module:
         name = ["-m", str(program.user_folder), program.module]
+    code = frozen_code.of(program.user_folder) if program.is_frozen else None
+    if code:
+        name = ["--frozen", str(code.checkout), str(code.folder), *name]
     return [str(program.python or sys.executable), main_shim.__file__, *name, *arguments]
 
 
@@ -92,6 +95,10 @@ def _variables(program: Program, dist_env: launchers.DistEnv) -> dict[str, str]:
     variables = dict(os.environ)
     # slurm/job_env.sh sets it, and the script has modules beside it.
     variables.pop("PYTHONSAFEPATH", None)
+    # It may be left from a job that has sent this one.
+    variables.pop(frozen_code.VARIABLE, None)
+    if program.is_frozen:
+        variables[frozen_code.VARIABLE] = str(program.user_folder)
     if program.one_process_per_node:
         for name in OF_A_RANK:
             variables.pop(name, None)

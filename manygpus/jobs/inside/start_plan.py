@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from manygpus import job_folder, launchers
+from manygpus import frozen_code, job_folder, launchers
 from manygpus.errors import UserError
+from manygpus.frozen_code import FrozenCode
 from manygpus.job_folder import Script
 from manygpus.jobs import slurm
 from manygpus.jobs.user_program import Program, newest
@@ -59,7 +60,7 @@ class JobStart:
         signal_lines: the lines of the job script that begin with `#SBATCH --signal=`.
         gpu_names: the names of the GPUs, one in each line, as nvidia-smi prints them.
         version: the version of the code in `repository`; "" if git does not know it.
-        repository: this checkout.
+        repository: this checkout, or the job's frozen copy of it.
         folder: the job's folder.
         program: its script, where that does not use the kit.
         restarts_in_job: how often it has started again in its nodes since it came from the queue.
@@ -200,7 +201,7 @@ def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -
             ),
             # Other nodes may have fewer (seen: --gpus=3, and three tasks with --gpus-per-task=1).
             line(GPUS, f"{gpus_on_node} on {job.first_node}: {_count_by_name(job.gpu_names)}"),
-            code_line(job.version, job.repository),
+            code_line(job.version, job.repository, frozen_code.of(Path(job.repository))),
             f"meet at {address}:{port}; checkpoints and notes in {job.folder}",
         ],
         asked=samples.RequestedResources(
@@ -442,7 +443,7 @@ def script_lines(script: Script, kit: str, earlier_starts: int = 0) -> list[str]
     Args:
         script: what it runs.
         earlier_starts: how often the job has started before.
-        kit: the folder of this checkout, whose commit the log has already.
+        kit: the folder of this checkout, or of the job's copy, whose commit the log has already.
     """
     name = ("-m", script.module) if script.module else (script.path,)
     words = [printable(word) for word in (*name, *script.arguments)]
@@ -451,6 +452,11 @@ def script_lines(script: Script, kit: str, earlier_starts: int = 0) -> list[str]
         lines.append("nothing is there so far that --when-requeued names: it starts anew")
     if script.python:
         lines.append(line(PYTHON, script.python))
+    if script.frozen_in:
+        code = frozen_code.of(Path(script.frozen_in))
+        if code != frozen_code.of(Path(kit)):
+            lines.append(code_line(script.commit, script.repository, code))
+        return lines
     path, kit_folder = Path(script.path).resolve(), Path(kit).resolve()
     is_of_the_kit = path.is_relative_to(kit_folder) and Path(script.repository or kit).resolve() == kit_folder
     if not is_of_the_kit:
@@ -460,8 +466,13 @@ def script_lines(script: Script, kit: str, earlier_starts: int = 0) -> list[str]
     return lines
 
 
-def code_line(commit: str, folder: str) -> str:
-    """Return the line of the log's head on the code in a folder, which is at this commit, if git knows it."""
+def code_line(commit: str, folder: str, code: FrozenCode | None = None) -> str:
+    """Return the line of the log's head on the code in a folder, which is at this commit, if git knows it.
+
+    If the job runs a frozen copy, `code` says all.
+    """
+    if code:
+        return line(CODE, f"{code.commit_in_words} in {code.checkout}, frozen in {code.folder}")
     described = commit or "not a git checkout"
     if commit.endswith("-dirty"):
         described = f"{commit.removesuffix('-dirty')} with changes"

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from manygpus.jobs.stages import JOB_ENV, STAGES
+from manygpus.jobs.stages import STAGES
 from manygpus.jobs.submit.request import Request
 from manygpus.jobs.submit.slurm_options import CPUS, OF_SITE, SBATCH, of_variables, srun_options
 
@@ -32,6 +32,7 @@ def of_one_job(request: Request) -> str:
         "A job for this site, by submit.py --dry-run. Save it as job.sh, and submit it: sbatch job.sh",
         _directives(request, output="%x-%j.log"),
         [
+            *(f"# {sentence}" for sentence in request.about_code),
             *request.environment,
             f'choose_training {shlex.join(training)} "$@"',
             "",
@@ -68,13 +69,18 @@ def of_tasks(
         "shift",
         f'ln -sfn {shlex.quote(str(request.site.jobs_dir))}/"$SLURM_JOB_ID" "$sweep/$name_in_sweep/{JOB}"',
         f'ln -sfn "$sweep/{log_of_task}" "$sweep/$name_in_sweep/{LOG}"',
-        f'source {shlex.quote(str(JOB_ENV))} "$@"',
+        *request.kit,
+        f'source {shlex.quote(str(request.job_env))} "$@"',
         "export MANYGPUS_RESULTS_DIR=$sweep/$name_in_sweep",
         f'choose_training {shlex.quote(str(STAGES[request.stage.name].script))} "$@"',
     ]
     if request.working_dir:
         # A module of the user is found from where the sweep was started.
-        lines += ["export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}", 'cd "$sweep/$name_in_sweep"']
+        modules = shlex.quote(str(request.code.code.sent_from)) if request.code else "$PWD"
+        lines += [
+            f"export PYTHONPATH={modules}${{PYTHONPATH:+:$PYTHONPATH}}",
+            'cd "$sweep/$name_in_sweep"',
+        ]
     return _text(
         "Runs of a sweep that ask Slurm for the same, by sweep.py: task N of the array does line N of "
         f"{COMMANDS}.",

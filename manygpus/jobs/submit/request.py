@@ -7,9 +7,11 @@ from functools import cached_property
 from pathlib import Path
 
 from manygpus.config import options
+from manygpus.errors import REPOSITORY
 from manygpus.jobs import local_job
 from manygpus.jobs.site import DEFAULT_MINUTES, Site
 from manygpus.jobs.stages import JOB_ENV, Resources, Stage
+from manygpus.jobs.submit.freezing import PlannedCopy
 from manygpus.jobs.submit.slurm_options import MEMORY_OPTIONS, option_of, sbatch_options, srun_options
 
 # sbatch obeys these, and submitit knows nothing of them: it would wait, or look for other files.
@@ -31,6 +33,8 @@ class Request:
         threads: the threads of each process on this machine (`local_job.variables`).
         working_dir: the folder that it starts in; None for the one that it is sent from.
         run_name: the name of its run in a sweep.
+        code: the frozen code that it runs; None for the files as they are when it starts.
+        about_code: what is told of that.
     """
 
     stage: Stage
@@ -46,6 +50,18 @@ class Request:
     threads: int | None = None
     working_dir: Path | None = None
     run_name: str = ""
+    code: PlannedCopy | None = None
+    about_code: tuple[str, ...] = ()
+
+    def with_code(self, code: PlannedCopy) -> "Request":
+        """Return the request of a job that runs this frozen code."""
+        return replace(
+            self,
+            stage=code.stage(self.stage),
+            arguments=code.arguments(self.arguments),
+            code=code,
+            about_code=code.sentences(self.stage.program),
+        )
 
     @property
     def job_name(self) -> str:
@@ -121,6 +137,16 @@ class Request:
         return [*self.environment, f"begin_job {shlex.join([*self.words, *self.arguments])}"]
 
     @property
+    def job_env(self) -> Path:
+        """Return what the job script sources."""
+        return self.code.job_env if self.code else JOB_ENV
+
+    @property
+    def kit(self) -> list[str]:
+        """Return the line that tells a frozen copy of the kit where site.sh, .venv and the results are."""
+        return [f"MANYGPUS_CHECKOUT={shlex.quote(str(REPOSITORY))}"] if self.job_env != JOB_ENV else []
+
+    @property
     def words(self) -> list[str]:
         """Return the words by which a job script names what it runs, before its arguments."""
         return self.stage.program.words if self.stage.program else [str(self.stage.script)]
@@ -128,12 +154,12 @@ class Request:
     @property
     def environment(self) -> list[str]:
         """Return the part of `setup` that a job script with a line `choose_training` has, too."""
-        source = f"source {shlex.quote(str(JOB_ENV))}"
+        source = f"source {shlex.quote(str(self.job_env))}"
         if self.stage.plain:
             source += f" {shlex.join(self.words)}"
         spare = [f"export MANYGPUS_SPARE_NODES={self.spare_nodes}"] if self.spare_nodes else []
         results = f"export MANYGPUS_RESULTS_DIR={shlex.quote(str(self.results_dir))}"
-        return ["set -euo pipefail", *spare, source, results]
+        return ["set -euo pipefail", *spare, *self.kit, source, results]
 
 
 def new_folder(site: Site, stage: Stage) -> Path:

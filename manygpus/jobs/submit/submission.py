@@ -32,7 +32,8 @@ from manygpus.files import check_writable, explained
 from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.site import DEFAULT_MINUTES, read_site
 from manygpus.jobs.stages import STAGE_FOLDERS, STAGES, Resources, Stage, resources
-from manygpus.jobs.submit import job_script, partition_limits, waiting
+from manygpus.jobs.submit import freezing, job_script, partition_limits, waiting
+from manygpus.jobs.submit.freezing import NotFrozenError
 from manygpus.jobs.submit.request import Request, new_folder
 from manygpus.jobs.submit.slurm_options import of_variables
 from manygpus.jobs.user_program import add_options, from_options, misplaced, note_on_environment, split
@@ -92,8 +93,11 @@ def sending(request: Request) -> Iterator[Submission]:
     check_writable(request.folder, "the job's logs", fix)
     send = _starting_here if request.why_here else _sending_to_slurm
     # The files of the check fit on a disk, or into a quota, that those of the job then fill.
-    with explained(f"the job's files cannot be written to {request.folder}", fix), send(request) as sent:
-        yield sent
+    with explained(f"the job's files cannot be written to {request.folder}", fix):
+        if request.code:
+            request.code.write()
+        with send(request) as sent:
+            yield sent
 
 
 @contextmanager
@@ -108,6 +112,9 @@ def _starting_here(request: Request) -> Iterator[Submission]:
         gpus=request.resources.gpus,
         threads=request.threads,
     )
+    if request.code and request.code.kit:
+        others = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
+        variables["PYTHONPATH"] = os.pathsep.join([str(request.code.kit), *others])
     job_folder.prepare(request.folder, plain=request.stage.plain)
     job_folder.keep_script(request.folder, _script_here(request))
     if request.site.monitor:
@@ -141,10 +148,12 @@ def _script_here(request: Request) -> job_folder.Script:
     else:
         script = job_folder.Script(path=str(stage.script), arguments=[*request.arguments])
         folder = stage.script.parent
+    script = replace(script, run_name=request.run_name)
+    if request.code:
+        return script.with_code(request.code.code)
     git = ("git", "-C", str(folder.resolve()))
     return replace(
         script,
-        run_name=request.run_name,
         commit=slurm.ask(*git, "describe", "--always", "--dirty").stdout.strip(),
         repository=slurm.ask(*git, "rev-parse", "--show-toplevel").stdout.strip(),
     )
@@ -269,6 +278,7 @@ def preview(request: Request) -> None:
         command = shlex.join([*request.stage.command, *request.arguments])
         processes = f"{request.resources.tasks} local process(es)"
         print_line(f"{request.why_here}: would run as {processes} of {command}")
+        print_line("\n".join(request.about_code))
         return
     check_limits(request)
     script = job_script.of_one_job(request)
@@ -402,7 +412,20 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
         why_here=why_here,
         spare_nodes=own_options.spare_nodes,
     )
-    return request, own_options
+    return _with_its_code(request, own_options), own_options
+
+
+def _with_its_code(request: Request, own_options: argparse.Namespace) -> Request:
+    """Return the request with a copy of its code, if one is wanted and can be made."""
+    if own_options.no_freeze:
+        return replace(request, about_code=freezing.not_frozen("--no-freeze"))
+    try:
+        code = freezing.plan(request.stage, request.folder, request.site.jobs_dir)
+    except NotFrozenError as error:
+        return replace(request, about_code=freezing.not_frozen(str(error)))
+    if own_options.dry_run:
+        return replace(request, about_code=code.would_freeze)
+    return request.with_code(code)
 
 
 def choose_stage(stage: Stage, own_options: argparse.Namespace) -> Stage:
@@ -486,9 +509,20 @@ def _parser(stage: Stage, description: str) -> Parser:
     parser.add_argument(
         "--dry-run", action="store_true", help="print a job script for sbatch, and submit nothing"
     )
+    add_no_freeze(parser)
     parser.add_argument("--wait", action="store_true", help="show the job's state until it has ended")
     add_sbatch_options(parser)
     return parser
+
+
+def add_no_freeze(parser: argparse._ActionsContainer) -> None:
+    """Add --no-freeze."""
+    parser.add_argument(
+        "--no-freeze",
+        action="store_true",
+        help="run the files as they are when the job starts, and not a copy of the script's git checkout as "
+        "it is now (slurm/README.md)",
+    )
 
 
 def add_sbatch_options(parser: Parser) -> None:
@@ -513,6 +547,8 @@ def announce(request: Request, job: Handle) -> None:
         held_by_this_shell = slurm.job_of_this_shell()
         if held_by_this_shell:
             print_line(f"note: {held_by_this_shell}")
+    for sentence in request.about_code:
+        print_line(sentence)
     for sentence in request.site.misspelt:
         print_line(f"note: {sentence}")
     if request.stage.program:

@@ -21,10 +21,11 @@ from pathlib import Path
 from manygpus.config.command_line import check_divides
 from manygpus.config.options import Options
 from manygpus.errors import UserError
-from manygpus.files import check_writable, locked, replacing
+from manygpus.files import check_writable, explained, locked, replacing
 from manygpus.jobs.site import Site
 from manygpus.jobs.stages import Stage
 from manygpus.jobs.submit import job_script, submission
+from manygpus.jobs.submit.freezing import PlannedCopy
 from manygpus.jobs.submit.request import Request, new_folder, read_options
 from manygpus.jobs.sweeps import progress_table, varied_options
 from manygpus.jobs.sweeps.metric import Metric
@@ -49,6 +50,7 @@ class Sweep:
         passed_on: options of sbatch and their values, for all runs.
         chdir: each run starts in its own folder.
         metric: by which its table of runs is sorted.
+        code: the frozen code that all runs run; None for the files as they are when each starts.
 
     Raises:
         UserError: for options that the runs cannot share.
@@ -68,6 +70,7 @@ class Sweep:
     plain: bool = False
     chdir: bool = False
     metric: Metric | None = None
+    code: PlannedCopy | None = None
 
     def __post_init__(self) -> None:
         if self.opts.checkpoint_dir or self.opts.resume != "never":
@@ -198,10 +201,20 @@ class Sweep:
             words = ["--chdir", *words]
         return shlex.join(words)
 
+    def freeze(self) -> None:
+        """Make the copy of the code, if there is to be one.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
+        if self.code:
+            with explained(f"the code cannot be copied to {self.folder}", "free the space, or --no-freeze."):
+                self.code.write()
+
     def request(self, run: PlannedRun) -> Request:
         """Return the request for the job of a run."""
         run_folder = self.folder / run.name
-        return Request(
+        request = Request(
             stage=self._stage(run),
             resources=run.shape,
             arguments=self.script_arguments(run),
@@ -216,6 +229,7 @@ class Sweep:
             # Else those of runs with fewer workers would have more threads each.
             threads=1 if self.why_here else None,
         )
+        return request.with_code(self.code) if self.code else request
 
     def number(self, runs: Sequence[PlannedRun]) -> dict[PlannedRun, int]:
         """Write the runs into `commands.txt`, and return the number of the line of each, from 1 on.

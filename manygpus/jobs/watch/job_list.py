@@ -239,7 +239,7 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[JobRow]:
             continue
         is_of_checkout = _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir))
         # A sweep may have its script, and its user, elsewhere.
-        if is_of_checkout or str(JOB_ENV) in job_folder.read(Path(script)):
+        if is_of_checkout or _is_of_a_sweep(Path(script)):
             is_queued = state in slurm.QUEUED
             row = JobRow(
                 shown_as,
@@ -251,6 +251,12 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[JobRow]:
             )
             waiting.append(row)
     return waiting
+
+
+def _is_of_a_sweep(script: Path) -> bool:
+    """Return whether a job script is one of a sweep of this checkout."""
+    text = job_folder.read(script)
+    return str(JOB_ENV) in text or f"MANYGPUS_CHECKOUT={shlex.quote(str(REPOSITORY))}\n" in text
 
 
 def _is_within(path: str, folders: Sequence[Path]) -> bool:
