@@ -1,6 +1,7 @@
 """Show the jobs of this checkout: what each one runs, its state, how long, and the verdict or why it failed.
 
 Try: python slurm/jobs.py; python slurm/jobs.py my_project; python slurm/jobs.py 17
+Try: python slurm/jobs.py --code 17
 """
 
 from contextlib import suppress
@@ -8,9 +9,13 @@ from pathlib import Path
 
 from manygpus.config.command_line import Parser
 from manygpus.errors import UserError, entrypoint, print_line, print_table
+from manygpus.frozen_code import FrozenCode
 from manygpus.jobs import job_log
+from manygpus.jobs.git_checkout import GitError
 from manygpus.jobs.site import Site, read_site
+from manygpus.jobs.submit.code_difference import difference, unified_diff
 from manygpus.jobs.watch import job_list
+from manygpus.log_words import printable
 from manygpus.monitor import samples
 from manygpus.monitor.resource_use import CORES, MEMORY, measure_resource_use
 from manygpus.monitor.sampled_job import SampledJob
@@ -31,6 +36,11 @@ def main() -> None:
         help="show instead what each job asked Slurm for, what it used, and what would have been enough",
     )
     parser.add_argument(
+        "--code",
+        action="store_true",
+        help="show instead how the code that job JOB runs differs from the files of today",
+    )
+    parser.add_argument(
         "word",
         nargs="?",
         metavar="JOB or WORD",
@@ -38,8 +48,12 @@ def main() -> None:
         "script's path or its arguments",
     )
     options = parser.parse_args()
+    if options.code and not options.word:
+        parser.error("--code needs the number of a job")
     site = read_site()
-    if options.asked:
+    if options.code:
+        _show_code(site, options.word)
+    elif options.asked:
         _show_what_was_asked(site.jobs_dir)
     else:
         show(site, options.word)
@@ -56,6 +70,36 @@ def show(site: Site, word: str | None) -> None:
         if job.log:
             end = job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:]
             print_line("\n".join(["", f"the end of {job.log}:", *end]))
+
+
+def _show_code(site: Site, number: str) -> None:
+    """Print how the frozen code of a job, or of all jobs of an array, differs from its checkout of today.
+
+    Raises:
+        UserError: if there is no such job, or no copy of its code.
+    """
+    jobs = [job for job in job_list.jobs(site) if number in (job.number, job.number.partition("_")[0])]
+    if not jobs:
+        raise UserError(
+            f"no job of this checkout has the number {number}: see all with `python slurm/jobs.py`."
+        )
+    if not jobs[0].frozen_in:
+        raise UserError(f"job {number} runs no copy of its code: its log, or `git log`, names the commit.")
+    code = FrozenCode.read(Path(jobs[0].frozen_in).parent)
+    if code is None:
+        raise UserError(f"the code of job {number} is not in {jobs[0].frozen_in} any more.")
+    try:
+        changes = difference(code)
+    except (GitError, OSError) as error:
+        raise UserError(f"{code.checkout} cannot be compared with {code.folder} ({error}).") from None
+    print_line(f"{code.commit_in_words} in {code.checkout}, frozen in {code.folder} at {code.made_at}")
+    for name in changes.changed:
+        print_line("\n".join(["", *unified_diff(code, name)]))
+    for title, names in (("deleted since:", changes.deleted), ("new since:", changes.new)):
+        if names:
+            print_line("\n".join(["", title, *map(printable, names)]))
+    if not changes.names:
+        print_line("the files of today are the same")
 
 
 def _show_what_was_asked(jobs_dir: Path) -> None:

@@ -89,11 +89,16 @@ def test_a_script_that_is_edited_while_its_job_waits_and_before_it_comes_back(
     job = sent(on_cluster, "single", "--gpus", 1, "--plain", script.name, "config.yaml", cwd=project)
     write(project, version=2)
     (project / "new.py").rename(project / "newer.py")
+    difference = succeeded(on_cluster.python("slurm/jobs.py", "--code", job)).stdout
     on_cluster.cluster.run(["scancel", busy])
     state = on_cluster.cluster.wait(job, timeout=300)
     log = log_of(on_cluster, job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
     assert log.count(f"{FROZEN}\n") == 2 and log.count("reads data 2 ignored 2\n") == 2, log
+    # It was so before the job had begun, too.
+    assert succeeded(on_cluster.python("slurm/jobs.py", "--code", job)).stdout == difference
+    assert "\n-config 1\n+config 2\n" in difference and "\nnew.py\n" in difference
+    assert difference.endswith("\nnewer.py\n")
 
 
 def test_a_stage_runs_the_kit_as_it_was_when_it_was_sent(on_cluster: Checkout, busy: int) -> None:

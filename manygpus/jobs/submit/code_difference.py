@@ -1,5 +1,7 @@
 """How the frozen code of a job differs from its checkout of today."""
 
+import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from manygpus.frozen_code import FrozenCode
@@ -51,3 +53,14 @@ def _has_changed(code: FrozenCode, name: str) -> bool:
         return True
     # The copy has the time of its original.
     return was.st_mtime_ns != now.st_mtime_ns and copy.read_bytes() != original.read_bytes()
+
+
+def unified_diff(code: FrozenCode, name: str) -> Iterator[str]:
+    """Yield the lines of `diff -u` from the frozen file to that of today."""
+    try:
+        was, now = ((folder / name).read_text(encoding="utf-8") for folder in (code.folder, code.checkout))
+    except UnicodeDecodeError:
+        yield f"{name} is not text, and differs"
+        return
+    names = (f"frozen/{name}", f"today/{name}")
+    yield from difflib.unified_diff(was.splitlines(), now.splitlines(), *names, lineterm="")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from manygpus import job_folder, launchers, log_words
 from manygpus.errors import REPOSITORY
+from manygpus.frozen_code import FrozenCode
 from manygpus.job_folder import Outcome, Script
 from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.inside import outcome_rules
@@ -47,6 +48,7 @@ class JobRow:
             verdict.
         words: what `matches` looks in besides: the paths of its script and its folder, and its arguments.
         log: the path of its log; "" if that is not known.
+        frozen_in: the folder with the copy of the code that it runs; "" if it runs no copy.
     """
 
     number: str
@@ -58,6 +60,7 @@ class JobRow:
     note: str = ""
     words: str = ""
     log: str = ""
+    frozen_in: str = ""
 
     def matches(self, word: str) -> bool:
         """Return whether this is the job with that number, or has the word in its name or in what it runs."""
@@ -153,6 +156,7 @@ def _row(
         note=note,
         words=shlex.join([script.path, *script.arguments]) if script else "",
         log=log or (script.log if script else ""),
+        frozen_in=script.frozen_in if script else "",
     )
 
 
@@ -240,6 +244,7 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[JobRow]:
         is_of_checkout = _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir))
         # A sweep may have its script, and its user, elsewhere.
         if is_of_checkout or _is_of_a_sweep(Path(script)):
+            code = FrozenCode.read(Path(script).parent)
             is_queued = state in slurm.QUEUED
             row = JobRow(
                 shown_as,
@@ -248,6 +253,7 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[JobRow]:
                 "queued" if is_queued else "running",
                 note=reason if is_queued else "",
                 words=f"{folder} {script}",
+                frozen_in=str(code.folder) if code else "",
             )
             waiting.append(row)
     return waiting
