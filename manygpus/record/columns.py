@@ -244,6 +244,9 @@ COLUMNS: dict[str, Column] = {
     "torch_version": Column(str, Role.FACT),
     "cuda_version": Column(str, Role.FACT),
     "git_commit": Column(str, Role.FACT),
+    # Of a job that runs a copy of its code (frozen_code.py); 0 and "" of others.
+    "changed_files": Column(whole(0), Role.FACT, default=0),
+    "frozen_code": Column(str, Role.FACT, default=""),
     "started_at": Column(str, Role.FACT),
     "schema_version": Column(whole(1), Role.FACT),
 }

@@ -22,6 +22,7 @@ from manygpus.training.precision import precision_of
 
 def of_start(dist_env: DistEnv, model: nn.Module, dataset: str, precision: str) -> Row:
     """Return the columns that every start of a training knows before its first epoch."""
+    code = frozen_code.running()
     return {
         "dataset": dataset,
         "model": class_name(model),
@@ -38,6 +39,8 @@ def of_start(dist_env: DistEnv, model: nn.Module, dataset: str, precision: str) 
         "cuda_version": accelerator_of(dist_env.device).version(),
         # Of rank 0, which writes the record: all ranks at once would burden the disk that they share.
         "git_commit": git_commit() if process_group.is_rank_0() else "",
+        "changed_files": code.changed_files if code else 0,
+        "frozen_code": str(code.folder) if code else "",
     }
 
 

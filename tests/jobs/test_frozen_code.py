@@ -119,7 +119,9 @@ def test_a_stage_runs_the_kit_as_it_was_when_it_was_sent(on_cluster: Checkout, b
     assert state["JobState"] == "COMPLETED" and "a site of today" in log, log
     assert re.search(f"^code    {commit} in {on_cluster.folder}, frozen in ", log, re.MULTILINE), log
     (row,) = rows_of(on_cluster.folder / "results")
-    assert row["git_commit"] == commit
+    (copy,) = (on_cluster.folder / "results" / "jobs" / "submitit").glob("*/code")
+    recorded = [row[name] for name in ("git_commit", "changed_files", "frozen_code")]
+    assert recorded == [commit, 0, str(copy)]
 
 
 def test_modules_of_an_editable_install_and_a_shell_script(checkout: Checkout, tmp_path: Path) -> None:

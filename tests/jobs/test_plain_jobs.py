@@ -363,6 +363,7 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
     script = write(on_cluster, FATES)
     commit = commit_of(script.parent)
     script.write_text(f"{FATES}\n")
+    changes, frozen_in = "changes", ""
     if launcher == "submitit":
         done = on_cluster.submit_py("ddp", "--wait", "--plain", script, fate)
         assert done.returncode == 1
@@ -370,6 +371,7 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
         job = int(done.stdout.split()[1])
         path = next(on_cluster.folder.rglob(f"{job}_0_log.out"))
         log = path.read_text()
+        changes, frozen_in = "1 changed file", str(path.parent / "code")
         assert f"\nranks    ls '{path.parent}'/{job}_*_log.out\n" in done.stdout
     else:
         job = on_cluster.submit(launcher, "--plain", script, fate, sbatch=("--nodelist=n1",))
@@ -379,9 +381,11 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
     assert re.search(f"^why     {reason}$", log, re.MULTILINE) and "so far 0\n" in log, log
     head = log[: log.index("\n\n")]
     assert f"\nscript  '{script}' {fate!r}\npython  {Path(sys.executable).parent}/" in head, log
-    assert f"\ncode    {commit} with changes in {script.parent}" in head, log
+    assert f"\ncode    {commit} with {changes} in {script.parent}" in head, log
     kept = job_folder.read_script(on_cluster.folder / "results" / "jobs" / str(job))
-    expected = job_folder.Script(str(script), [fate], f"{commit}-dirty", str(script.parent))
+    expected = job_folder.Script(
+        str(script), [fate], f"{commit}-dirty", str(script.parent), frozen_in=frozen_in
+    )
     assert replace(kept, python="", job_name="", log="") == expected
     assert Path(kept.python).parent == Path(sys.executable).parent
     if launcher == "submitit":
