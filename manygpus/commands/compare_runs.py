@@ -49,9 +49,11 @@ def main() -> None:
         "--set",
         type=at_least(1),
         metavar="N",
-        help="which set of runs the proposal is about, if their settings differ",
+        help="which set of runs the --proposal is about, if their settings differ",
     )
     args = parser.parse_args()
+    if args.set and not args.proposal:
+        parser.error("--set is for --proposal: a comparison has all sets")
     if args.each:
         print_line(report_each(args.paths, args.out, args.target))
     else:

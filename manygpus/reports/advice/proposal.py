@@ -1,6 +1,6 @@
 """The scaling section of a proposal for compute time: two paragraphs, the tables, and a figure as PDF.
 
-Only what was measured stands in it. EuroHPC, Gauss, INCITE and ARCHER2 ask for the same things: absolute
+Only what was measured stands in it. Gauss, INCITE and ARCHER2 ask for the same things: absolute
 times, speedup and parallel efficiency from the smallest number of GPUs on, the hardware and the software of
 the runs, and their cost in node-hours.
 """
