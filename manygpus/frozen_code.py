@@ -96,6 +96,11 @@ class FrozenCode:
         return word.replace(f"{self.folder}{os.sep}", f"{self.checkout}{os.sep}")
 
 
+def is_copy(folder: Path) -> bool:
+    """Return whether this folder is a copy, whose files are none of the job's or the sweep's."""
+    return folder.name == FOLDER and (folder.parent / FACTS).exists()
+
+
 def running() -> FrozenCode | None:
     """Return the frozen code that the running script is in; None if it is in none, and in a notebook."""
     script = getattr(sys.modules["__main__"], "__file__", None)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from manygpus import job_folder
+from manygpus import frozen_code, job_folder
 from manygpus.errors import UserError
 from manygpus.record import columns, records
 from manygpus.record.columns import COLUMNS, DP, SINGLE, TUTORIAL_STAGES, UNKNOWN, Role
@@ -267,8 +267,12 @@ def _search(folder: Path, skipped: list[str]) -> list[Path]:
     errors: list[OSError] = []
     files = []
     for parent, subfolders, names in os.walk(folder, onerror=errors.append):
-        # The CSVs of a job's samples are no runs.
-        subfolders[:] = [name for name in subfolders if name != job_folder.MONITOR]
+        # The CSVs of a job's samples are no runs, nor are those in the code of a job or a sweep.
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name != job_folder.MONITOR and not frozen_code.is_copy(Path(parent, name))
+        ]
         files += [Path(parent, name) for name in names if name.endswith(".csv") and name not in REPORTS]
     skipped += [f"{error.filename}: not read, {error.strerror}." for error in errors]
     return files

@@ -576,7 +576,7 @@ def test_a_run_that_has_only_a_warm_up_has_no_speed(tmp_path: Path, compared: Co
     assert "?" not in text and "nan" not in text.lower()
 
 
-def test_copies_count_once_and_neither_samples_of_a_job_nor_the_table_of_a_sweep_are_runs(
+def test_copies_count_once_and_neither_samples_of_a_job_nor_the_table_and_code_of_a_sweep_are_runs(
     tmp_path: Path, compared: Compared
 ) -> None:
     path = write_run(tmp_path, "one", [10, 1000, 1200])
@@ -584,6 +584,9 @@ def test_copies_count_once_and_neither_samples_of_a_job_nor_the_table_of_a_sweep
     (tmp_path / "12" / "monitor").mkdir(parents=True)
     (tmp_path / "12" / "monitor" / "n1.csv").write_text("time,what\n1,node\n")
     (tmp_path / "sweep.csv").write_text("run,lr\na,1\n")
+    # The code of a sweep, in which the checkout has runs of its own.
+    write_run(tmp_path / "code", "other", [10, 2000, 2400])
+    (tmp_path / "code.json").touch()
     text = compared(tmp_path, path).text
     assert cells(text, "single", 1)[-2:] == ["1", "3"]
     assert "Skipped" not in text

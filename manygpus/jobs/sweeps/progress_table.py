@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manygpus import job_folder
+from manygpus import frozen_code, job_folder
 from manygpus.files import replacing
 from manygpus.jobs import job_log
 from manygpus.jobs.submit.job_script import JOB, LOG
@@ -116,7 +116,7 @@ def write(sweep: Path, metric: Metric | None = None) -> list[tuple[str, ...]]:
 
     With a metric, the best run comes first, and those that failed come last, whatever they had reached.
     """
-    runs = [_read(path.parent) for path in sweep.glob(f"*/{RUN}")]
+    runs = [_read(path.parent) for path in sweep.glob(f"*/{RUN}") if not frozen_code.is_copy(path.parent)]
     runs.sort(key=lambda run: (run["gpus"], run["batch"] or 0, run["run"]))
     names = list(dict.fromkeys(name for run in runs for name in run["settings"]))
     if metric:

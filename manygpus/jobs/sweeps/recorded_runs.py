@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from manygpus import frozen_code
 from manygpus.record import records
 
 
@@ -20,6 +21,8 @@ def recorded_runs(sweep: Path, name: str = "*") -> Iterator[RecordedRun]:
     files: dict[str, Path] = {}
     starts: dict[str, list[records.Row]] = {}
     for csv in sorted(sweep.glob(f"{name}/runs/*.csv")):
+        if frozen_code.is_copy(csv.parents[1]):
+            continue
         with suppress(records.RecordError):
             starts |= records.by_run(records.read(csv))
             files[csv.stem] = csv

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from manygpus import frozen_code
 from manygpus.errors import UserError
 from manygpus.record import records
 from manygpus.record.columns import SINGLE
@@ -155,7 +156,9 @@ def read_all_reduces(paths: Iterable[Path], rows: pd.DataFrame) -> tuple[list[Al
     """
     files: set[Path] = set()
     for path in paths:
-        files.update(file.absolute() for file in path.rglob("all_reduce/*.tsv"))
+        for file in path.rglob("all_reduce/*.tsv"):
+            if not any(map(frozen_code.is_copy, file.relative_to(path).parents)):
+                files.add(file.absolute())
         next_to_it, *further_up = path.resolve().parents
         for folder in [next_to_it, *(folder for folder in further_up if folder.name == "results")]:
             files.update(folder.glob("all_reduce/*.tsv"))
