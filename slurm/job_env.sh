@@ -75,15 +75,10 @@ if ! "${hold_signals[@]}" true 2>/dev/null; then # before coreutils 8.31, as in 
     hold_signals=(bash -c 'trap "" USR2; exec "$@"' bash)
 fi
 # A container may not pass on the environment. With the first two variables a rank finds its job's folder, and refuses
-# to train alone if it does not know the other ranks (manygpus/launchers.py). With PYTHONPATH it finds the frozen copy
-# of the kit; without a container it stays what activate_environment makes of it.
-frozen_kit=()
-if [[ ${MANYGPUS_CHECKOUT:-} && ${SITE_CONTAINER[*]} ]]; then
-    frozen_kit=("PYTHONPATH=$PYTHONPATH")
-fi
+# to train alone if it does not know the other ranks (manygpus/launchers.py). `begin_job` adds PYTHONPATH.
+has_container=${SITE_CONTAINER[*]}
 SITE_CONTAINER=("${hold_signals[@]}" "${SITE_CONTAINER[@]}"
-    env "MANYGPUS_JOB_DIR=$MANYGPUS_JOB_DIR" MANYGPUS_STARTED_BY=srun ${proctrack:+"MANYGPUS_PROCTRACK=$proctrack"}
-    "${frozen_kit[@]}")
+    env "MANYGPUS_JOB_DIR=$MANYGPUS_JOB_DIR" MANYGPUS_STARTED_BY=srun ${proctrack:+"MANYGPUS_PROCTRACK=$proctrack"})
 
 # --- the log ----------------------------------------------------------------------------------------
 # The log of the job, if it is a file, and the logs of submitit for the ranks from 1 on, which lie beside it. Each
@@ -137,6 +132,8 @@ in_job_input() {
 # here, because a container may have no scontrol, git or nvidia-smi.
 begin_job() {
     local first_node node gpus version code_folder code_top code_version name variables=() answer complaints complaint
+    # By it a rank in a container finds the frozen copy of the kit.
+    [[ ! ${MANYGPUS_CHECKOUT:-} || ! $has_container ]] || SITE_CONTAINER+=("PYTHONPATH=$PYTHONPATH")
     first_node=$(node_of_rank_0)
     node=$(scontrol --oneliner show node "$first_node" 2>/dev/null) || node=""
     # If the driver hangs, nothing can end nvidia-smi, so this does not wait for its end.
@@ -211,9 +208,11 @@ folder_of_code() {
 # ranks removes it when its input is closed: after the end of a job, Slurm starts no step. SIGTERM does not end this
 # step, since ranks may import what saves a checkpoint only when they receive it.
 stage_environment() {
-    local folder on_each_node told
+    local folder start on_each_node told
     [[ $SITE_STAGE_ENV ]] || return 0
-    folder=${SITE_STAGE_DIR:-${SLURM_TMPDIR:-${TMPDIR:-/tmp}}}/manygpus-env-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+    folder=${SITE_STAGE_DIR:-${SLURM_TMPDIR:-${TMPDIR:-/tmp}}}/manygpus-env-$SLURM_JOB_ID
+    start=${MANYGPUS_RESTARTS_IN_JOB:-0}
+    folder+=-${SLURM_RESTART_COUNT:-0}-${start#*:}
     on_each_node=(env --unset=SLURM_{GPUS_PER_TASK,TRES_PER_TASK,GPU_BIND,TRES_BIND} srun --overlap --mem=0 --gpus=0
         --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${SITE_SRUN_ARGS[@]}")
     # shellcheck disable=SC2016 # the shell of the step expands it
@@ -224,7 +223,7 @@ stage_environment() {
     )
     staging=$!
     true & # the latest child, or a `wait` in the job script, meant for its own processes, would wait for that one, too
-    told=$(python -m manygpus.jobs.inside.stage_env "$SITE_STAGE_ENV" "$folder" "${on_each_node[@]}") ||
+    told=$(env PYTHONSAFEPATH=1 python -m manygpus.jobs.inside.stage_env "$SITE_STAGE_ENV" "$folder" "${on_each_node[@]}") ||
         fail "${told:-SITE_STAGE_ENV could not be unpacked}"
     echo "$told"
     export PATH=$folder/bin:$PATH
@@ -344,6 +343,7 @@ in_job_end() {
     in_job 10 20 "$@" "launcher=$launcher" "code=$code" "seconds=$SECONDS" "failure=$failure" "begun=$begun" \
         "restart=${SLURM_RESTART_COUNT:-0}" "most_restarts=$SITE_MOST_RESTARTS" \
         "most_restarts_in_job=$SITE_RESTARTS_IN_JOB" "from_outside=$ended_from_outside" \
+        "nodes=${SLURM_JOB_NUM_NODES:-1}" "job=$SLURM_JOB_ID" \
         "resumes_unsaved=$resumes_unsaved" 2>/dev/null
 }
 

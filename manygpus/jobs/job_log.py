@@ -28,7 +28,8 @@ WITHIN_A_LINE = re.compile(rf"(?<=[^\n\r])(?<!: )(?={OF_SLURM}(?:error|fatal|lau
 _LAST_WORDS = (log_words.WATCH, log_words.WHY, log_words.THEN, log_words.AGAIN, log_words.ENDED)
 AFTER_THE_SCRIPT = re.compile(rf"{log_words.pattern(_LAST_WORDS)}|stopped; back to the queue|{OF_SLURM}")
 # What comes before its first line.
-BEFORE_THE_SCRIPT = re.compile(log_words.pattern((log_words.SCRIPT, log_words.PYTHON, log_words.CODE)))
+_FIRST_WORDS = (log_words.SCRIPT, log_words.PYTHON, log_words.CODE, log_words.ENVIRONMENT)
+BEFORE_THE_SCRIPT = re.compile(log_words.pattern(_FIRST_WORDS))
 
 # What may stand before a rank's line: the number of the task (srun --label), and, once the process group
 # exists, PyTorch's prefix (_distributed_excepthook in its sources).

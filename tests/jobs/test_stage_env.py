@@ -39,11 +39,33 @@ def test_each_node_has_the_environment_in_every_start_and_keeps_none(on_cluster:
     log = on_cluster.log(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log
     used = set(re.findall("rank of (n.) uses (.*)", log))
-    starts = [f"/dev/shm/mine/manygpus-env-{job}-{restart}" for restart in (0, 1)]
+    starts = [f"/dev/shm/mine/manygpus-env-{job}-{restart}-0" for restart in (0, 1)]
     assert used == {(node, folder) for node in ("n1", "n2") for folder in starts}
     assert len(re.findall("^env .* unpacked to .* in", log, re.MULTILINE)) == 2
     left = succeeded(on_cluster.cluster.run(["srun", "--nodes=2", "--mem=100M", "ls", "/dev/shm/mine"]))
     assert left.stdout == ""
+
+
+CRASHES_ONCE = """
+import os, signal, sys
+print("rank uses", sys.prefix, flush=True)
+if "--resume" not in sys.argv:
+    open("saved.txt", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_job_that_starts_again_in_its_nodes_unpacks_it_anew(on_cluster: Checkout) -> None:
+    archive = packed_environment(on_cluster.folder)
+    on_cluster.site(f"SITE_STAGE_ENV='{archive}'\nSITE_STAGE_DIR=/dev/shm/mine\nSITE_MONITOR=off\n")
+    script = on_cluster.folder / "train.py"
+    script.write_text(CRASHES_ONCE)
+    words = ("--when-requeued", "--resume saved*.txt", "--plain", script)
+    job = on_cluster.submit("srun", *words, sbatch=("--ntasks-per-node=1", "--gpus-per-node=1", "--mem=1G"))
+    state, log = on_cluster.cluster.wait(job), on_cluster.log(job)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), log
+    folders = [f"/dev/shm/mine/manygpus-env-{job}-0-{restart}" for restart in (0, 1)]
+    assert re.findall("rank uses (.*)", log) == folders
 
 
 def test_a_node_that_cannot_have_it_ends_the_job_with_a_sentence(on_cluster: Checkout) -> None:

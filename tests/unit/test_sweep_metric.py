@@ -33,6 +33,7 @@ GROUP = r"val_loss=([\d.]+)"
         ("loss=", "loss=.5", 0.5),
         # What the kit prints around what the script does.
         ("lr", "script  train.py lr 0.1\nlr 0.2\n\nwatch   lr 7\n", 0.2),
+        ("torch", "script  train.py\ntorch: 1\nenv     import torch: 3.1 s\n", 1),
     ],
 )
 def test_the_last_number_in_a_log(text: str, log: str, expected: float | None, tmp_path: Path) -> None:
