@@ -64,7 +64,9 @@ class _NodeMonitor:
 
     def add_sample(self) -> None:
         now = time.time()
-        rows = self._process_rows() + self._gpu_rows()
+        process_rows = self._process_rows()
+        gpu_rows = self._gpu_rows()
+        rows = process_rows + (gpu_rows or [])
         try:
             if self._writer is None:
                 self._writer = samples.Writer(self._folder, self._node)
@@ -73,7 +75,8 @@ class _NodeMonitor:
             path = f"{self._folder}/{self._node}.csv"
             self._notes.add(f"samples are missing: {path} could not be written ({reason(error)})")
             self._writer = None
-        if self._idle_ranks:
+        # Where the GPUs cannot be read, a rank that waits for its own would seem to do nothing.
+        if self._idle_ranks and gpu_rows is not None:
             self._end_ranks(self._idle_ranks.add(time.monotonic(), rows))
 
     def _end_ranks(self, ranks: list[int]) -> None:
@@ -90,14 +93,15 @@ class _NodeMonitor:
             self._notes.add(f"the processes cannot be read ({type(error).__name__}: {error})")
             return []
 
-    def _gpu_rows(self) -> list[samples.Row]:
+    def _gpu_rows(self) -> list[samples.Row] | None:
+        """Return a row for each GPU; None if they cannot be read."""
         try:
             if self._gpus is None:
                 self._gpus = Gpus(self._notes.add)
             return self._gpus.sample(self._processes.ranks if self._processes else {})
         except Exception as error:  # of any kind: there may be processes to sample
             self._notes.add(f"the GPUs cannot be read ({type(error).__name__}: {error})")
-            return []
+            return None
 
 
 class _Notes:

@@ -327,7 +327,7 @@ def test_what_a_job_would_resume_from(tmp_path: Path, monkeypatch: pytest.Monkey
 def ask(question: str, folder: Path, **values: object) -> str:
     """What in_job answers, asked as by a job script that has begun."""
     inputs = {"launcher": "srun", "seconds": 5, "most_restarts": 50, "failure": "", "begun": 1}
-    inputs["most_restarts_in_job"] = 1
+    inputs |= {"most_restarts_in_job": 1, "nodes": 1, "job": "7"}
     inputs |= {"from_outside": "", "resumes_unsaved": "", "folder": folder, "log": folder / "log"} | values
     entries = "".join(f"{name}={value}\0" for name, value in inputs.items()) + "\0"
     command = (sys.executable, "-m", "manygpus.jobs.inside.in_job", question)

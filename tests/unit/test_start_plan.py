@@ -290,14 +290,17 @@ def test_bash_carries_out_the_plan() -> None:
 
 def test_a_job_with_spare_nodes(release: str) -> None:
     """Its ranks are on as many nodes as they need, whichever are left; Slurm's variables keep all."""
-    asked = {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "6", start_plan.SPARE_NODES: "2"}
-    one_left = replace(JOB, record=record(release, "node_failed"))
-    plan = decide(one_left, **asked)
-    assert [plan.exports[name] for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")] == ["1", "1"]
-    assert plan.exports["SLURM_NTASKS"] == "2" and start_plan.SPARE_NODES in plan.unset
-    for spare in ("1", "3", "one"):
+    asked = {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "6", start_plan.SPARE_NODES: "1"}
+    one_left = record(release, "node_failed")
+    two_left = replace(JOB, record=one_left.replace(" NumNodes=1 ", " NumNodes=2 "))
+    plan = decide(two_left, **asked)
+    assert [plan.exports[name] for name in ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")] == ["2", "2"]
+    assert plan.exports["SLURM_NTASKS"] == "4" and start_plan.SPARE_NODES in plan.unset
+    with pytest.raises(UserError, match="nodes"):
+        decide(replace(JOB, record=one_left), **asked)
+    for spare in ("2", "3", "one"):
         with pytest.raises(UserError, match="nodes"):
-            decide(one_left, **asked | {start_plan.SPARE_NODES: spare})
+            decide(two_left, **asked | {start_plan.SPARE_NODES: spare})
 
 
 def begin(folder: Path, job: JobStart = JOB, monitored: bool = True) -> str:

@@ -176,7 +176,7 @@ def _job_end(job_input: Input, slurm_facts: SlurmFacts) -> JobEnd:
         restarts_in_job=job_folder.restarts_in_job(),
         most_restarts_in_job=int(job_input["most_restarts_in_job"]),
         resume_point=resume_point.find(job_input.folder) if job_input["begun"] else None,
-        nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
+        nodes=int(job_input["nodes"]),
     )
 
 
@@ -197,7 +197,7 @@ def _end(job_input: Input) -> str:
         job_folder.keep_outcome(job_input.folder, outcome)
     first_line = f"{EXIT_CODE_FOLLOWS}{outcome.exit_code}"
     if outcome.starts_again:
-        first_line += f" {os.environ['SLURM_JOB_ID']}:{job_folder.restarts_in_job() + 1}"
+        first_line += f" {job_input['job']}:{job_folder.restarts_in_job() + 1}"
     return "\n".join([first_line, *outcome.said])
 
 

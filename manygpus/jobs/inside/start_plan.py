@@ -224,10 +224,12 @@ def _without_spare_nodes(job: JobStart) -> dict[str, str]:
     """
     text = job.variables[SPARE_NODES]
     nodes = _number(job.variables, "SLURM_JOB_NUM_NODES")
-    if not text.isdecimal() or int(text) >= nodes:
+    # Slurm puts a step on nodes that have none so far, if they are enough: the monitor would have other nodes
+    # than the ranks.
+    if not text.isdecimal() or 2 * int(text) >= nodes:
         raise UserError(
             f"{SPARE_NODES} is {text}, and the job has {nodes} node(s): ask for the nodes of the ranks and "
-            "the spare ones together (sbatch --nodes)."
+            "the spare ones together (sbatch --nodes), and for fewer spare ones than those of the ranks."
         )
     needed = nodes - int(text)
     left = slurm.number_of_nodes(job.recorded)

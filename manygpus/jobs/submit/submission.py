@@ -399,6 +399,8 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
         gpus = stage.default_gpus
         if stage.name != SINGLE and why_here and "--no-cuda" not in arguments:
             gpus = local_job.gpus_here() or gpus
+    if own_options.spare_nodes and own_options.spare_nodes >= own_options.nodes:
+        parser.error("--spare-nodes has to be less than --nodes")
     site = read_site()
     request = Request(
         stage=stage,

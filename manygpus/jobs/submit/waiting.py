@@ -12,6 +12,7 @@ from manygpus.jobs.site import Site
 from manygpus.jobs.slurm import Trial, Wait
 from manygpus.jobs.stages import Resources
 from manygpus.jobs.submit import partition_limits
+from manygpus.jobs.submit.request import NOT_FOR_SUBMITIT
 from manygpus.jobs.submit.slurm_options import of_variables, sbatch_options
 
 # Waits of so many days count: the load of a cluster changes over the year.
@@ -35,14 +36,14 @@ def planned(
         "nodes": str(shape.nodes),
         "ntasks-per-node": str(shape.tasks_per_node),
         **sbatch_options(site, shape),
-        **of_variables(site.sbatch),
         "time": str(minutes),
     }
-    beyond = partition_limits.excess(asked, partitions)
+    variables = {name: value for name, value in site.sbatch.items() if name not in NOT_FOR_SUBMITIT}
+    beyond = partition_limits.excess(of_variables(variables) | asked, partitions)
     if beyond:
         return Trial(refusal=f"{beyond.reason}: {beyond.limit}")
     options = [f"--{option}={value}" for option, value in asked.items()]
-    return slurm.test_only(options, local_job.without_sbatch_variables())
+    return slurm.test_only(options, local_job.without_sbatch_variables() | variables)
 
 
 def of_size(waits: Sequence[Wait], shape: Resources) -> list[float]:
