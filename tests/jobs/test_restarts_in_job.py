@@ -22,7 +22,7 @@ if fault and faults.rank() == 1:
 def test_a_rank_is_killed_and_later_another_hangs(on_cluster: Checkout) -> None:
     """The third start ends the training. Nobody waits in the queue, and each epoch counts once."""
     on_cluster.plant("ddp", FAULTS)
-    on_cluster.site("SITE_RESTARTS_IN_JOB=2\nSITE_STALLED_SECONDS=30\n")
+    on_cluster.site("SITE_RESTARTS_IN_JOB=2\nSITE_STALLED_SECONDS=30\nSITE_MONITOR=on\n")
     job = on_cluster.submit("srun", *TRAINING)
     state, log = on_cluster.cluster.wait(job, timeout=600), on_cluster.log(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), log

@@ -84,7 +84,9 @@ def test_a_misspelt_name_is_a_warning(checkout: Checkout, monkeypatch: pytest.Mo
     # None of the settings that there are.
     monkeypatch.delenv("SBATCH_RESERVATON")
     example = (checkout.folder / "slurm" / "site.example.sh").read_text()
-    checkout.site(re.sub(r"^#(?=SITE_\w+=|export )", "", example, flags=re.MULTILINE))
+    settings = re.sub(r"^#(?=SITE_\w+=|export )", "", example, flags=re.MULTILINE)
+    # Two of them exclude others.
+    checkout.site(f"{settings}\nSITE_MONITOR=on\nSITE_STAGE_ENV=\n")
     assert site.read_site().names and not site.read_site().misspelt
 
 
