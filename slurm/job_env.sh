@@ -219,7 +219,8 @@ stage_environment() {
     exec {staging_input}> >(
         trap : TERM
         "${on_each_node[@]}" --job-name=stage-env --input=all \
-            sh -c 'trap "" TERM; cat >/dev/null; rm -rf "$1"' sh "$folder" >/dev/null 2>&1
+            sh -c 'trap "" TERM; mkdir -p "${1%/*}" && exec 9>"$1.lock" && flock 9
+                cat >/dev/null; rm -rf "$1" "$1.lock"' sh "$folder" >/dev/null 2>&1
     )
     staging=$!
     true & # the latest child, or a `wait` in the job script, meant for its own processes, would wait for that one, too
@@ -230,12 +231,14 @@ stage_environment() {
     hash -r
 }
 
-# Remove it. On the way back to the queue Slurm ends all steps 30 seconds (KillWait) after its request.
+# Remove it, which takes a minute if it has 60,000 files on a slow disk. Slurm ends the step earlier when the job was
+# cancelled or goes back to the queue, 30 seconds (KillWait) after its request; what is then left goes with the next
+# environment that is unpacked there (manygpus/jobs/inside/stage_env.py).
 unstage_environment() {
     local tenths
     [[ -n $staging ]] || return
     exec {staging_input}>&-
-    for ((tenths = 0; tenths < 200; tenths++)); do
+    for ((tenths = 0; tenths < 3000; tenths++)); do
         kill -0 "$staging" 2>/dev/null || return
         sleep 0.1
     done

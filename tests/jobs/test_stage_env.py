@@ -25,15 +25,26 @@ def packed_environment(folder: Path) -> Path:
     return folder / "env.tar"
 
 
+LEAVE_ONE = "mkdir -p /dev/shm/mine/manygpus-env-1-0-0/bin && touch /dev/shm/mine/manygpus-env-1-0-0.lock"
+
+
 def test_each_node_has_the_environment_in_every_start_and_keeps_none(on_cluster: Checkout) -> None:
-    """All ranks use it, and it is removed when a job ends or goes back to the queue."""
+    """All ranks use it, and it is removed when a job ends or goes back to the queue.
+
+    What a killed job has left is removed as well, but not the environment of a job that runs beside this one.
+    """
     archive = packed_environment(on_cluster.folder)
     on_cluster.site(f"SITE_STAGE_ENV='{archive}'\nSITE_STAGE_DIR=/dev/shm/mine\nSITE_MONITOR=off\n")
     script = on_cluster.folder / "train.py"
     script.write_text(TELLS_ITS_PYTHON)
+    succeeded(on_cluster.cluster.run(["srun", "--nodes=2", "--mem=100M", "sh", "-c", LEAVE_ONE]))
     job = on_cluster.submit("srun", "--plain", script, sbatch=ON_TWO_NODES)
     for node in ("n1", "n2"):
         on_cluster.wait_for(f"rank of {node}", job)
+    beside = on_cluster.submit("srun", "--plain", "/bin/true", sbatch=ON_TWO_NODES)
+    assert on_cluster.cluster.wait(beside)["JobState"] == "COMPLETED", on_cluster.log(beside)
+    first = f"/dev/shm/mine/manygpus-env-{job}-0-0"
+    succeeded(on_cluster.cluster.run(["srun", "--nodes=2", "--mem=100M", "ls", f"{first}/bin/python"]))
     on_cluster.cluster.run(["scontrol", "requeue", job])
     state = on_cluster.cluster.wait(job, timeout=200)
     log = on_cluster.log(job)

@@ -15,13 +15,16 @@ from pathlib import Path
 from manygpus.errors import UserError, print_line
 from manygpus.log_words import ENVIRONMENT, line
 
-# With the archive and the folder, whose name ends with the number of the start. What the start before could
-# not remove goes first, as on the nodes that are left when one fails. In an archive of conda-pack,
-# conda-unpack corrects the paths in the files.
+# With the archive and the folder. The step in slurm/job_env.sh that removes a folder has its lock, but Slurm
+# may kill it before it is done. So what the user's other jobs, or earlier starts of this one, have left on
+# the node goes first. In an archive of conda-pack, conda-unpack corrects the paths in the files.
 UNPACK = """
 problem=$(
     {
-        for earlier in "${2%-*}"-*; do [ "$earlier" = "$2" ] || rm -rf "$earlier"; done
+        for lock in "${2%/*}"/manygpus-env-*.lock; do
+            [ "$lock" != "$2.lock" ] && [ -O "$lock" ] || continue
+            flock --nonblock "$lock" rm -rf "${lock%.lock}" "$lock"
+        done
         mkdir -p "${2%/*}" && mkdir -m 700 "$2" && tar -x -f "$1" -C "$2" || exit
         [ -x "$2/bin/python" ] || { echo "the archive has no bin/python at its top"; exit 1; }
         [ ! -e "$2/bin/conda-unpack" ] || "$2/bin/python" "$2/bin/conda-unpack"
