@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("mnist_dir")
 DP_BY_HAND = REPOSITORY / "02_multigpu_dp" / "by_hand.py"
 # Those whose difference to the stage is the lesson. The others are trainings of their own.
 VARIANTS = ("accumulate.py", "batchnorm.py", "by_hand.py", "captured.py", "fsdp.py", "mixed_precision.py")
-VARIANTS += ("best_epoch.py", "by_hand_overlap.py", "unused.py")
+VARIANTS += ("best_epoch.py", "by_hand_overlap.py", "compressed.py", "unused.py")
 SMALL = ("--train-size", 250, "--test-size", 100, "--batch-size", 60, "--no-cuda", "--epochs", 2)
 SMALL += ("--width", 4)
 WIDE = ("--width", 32)
@@ -50,6 +50,8 @@ TRAININGS = {
     "at-once": ((2,), "buckets.py", "--wait", "at-once"),
     "accumulate": ((2,), "counted.py", "--accumulate", 5),
     "whole": ((2,), "counted.py", "--accumulate", 1),
+    "bf16-hook": ((2,), "compressed.py", "--hook", "bf16"),
+    "powersgd": ((2,), "compressed.py", "--hook", "powersgd"),
     "fp16": ((2,), "overflow.py"),
     # A step per epoch: BatchNorm makes rounding errors grow faster. So does a narrow network here.
     "sync": ((1, 2), BY_FEATURE / "batchnorm.py", "--norm", "sync", "--train-size", 60, *WIDE),
@@ -71,12 +73,22 @@ OVERFLOW = """\
 if dist_env.rank == 1 and lr_scheduler.last_epoch == 2:
     loss.register_hook(lambda gradient: gradient * torch.inf)"""
 SCALE = "print('scale', dist_env.rank, scaler.get_scale(), model.module.fc2.weight.norm().item())"
+# The first step of PowerSGD is not to be the 10th here, when DDP has long made its final buckets.
+SENT_BY_HOOK = """\
+if opts.hook == "powersgd":
+    powersgd.start_powerSGD_iter = 3
+all_reduce = torch.distributed.all_reduce
+def counted(tensor, *arguments, **named):
+    print("sends", tensor.numel() * tensor.element_size())
+    return all_reduce(tensor, *arguments, **named)
+torch.distributed.all_reduce = counted"""
 SENDING = "print('sent', sorted(one.numel() for one in self.bucket))"
 PLANTED = {
     "buckets.py": (
         "by_hand_overlap.py",
         {"weights.register_post": "self.size = 2**17  # the network is narrow", "flat = torch.cat": SENDING},
     ),
+    "compressed.py": ("compressed.py", {"run = Run(": SENT_BY_HOOK}),
     "counted.py": ("accumulate.py", {"run = Run(": COUNTING}),
     "overflow.py": ("mixed_precision.py", {"scaler.scale(": OVERFLOW, "lr_scheduler.step()": SCALE}),
 }
@@ -174,6 +186,22 @@ def test_micro_batches_train_as_the_whole_batch(trained: Callable) -> None:
 def test_micro_batches_all_reduce_their_gradients_once(trained: Callable) -> None:
     calls, of_the_whole = (trained(name, 2).printed.count("all-reduce") for name in ("accumulate", "whole"))
     assert calls == of_the_whole >= 2 * 8
+
+
+def test_a_communication_hook_sends_fewer_bytes(trained: Callable) -> None:
+    """A few of them are of Run's own sums."""
+    ddp = trained("ddp", 2)
+    gradients = 4 * sum(weights.numel() for weights in ddp.weights.values())
+    sent = {}
+    for name in ("bf16-hook", "powersgd"):
+        lines = [line for line in trained(name, 2).printed if line.startswith("sends ")]
+        sent[name] = sum(int(line.split()[1]) for line in lines) / gradients
+    ranks, steps = 2, 8
+    assert ranks * steps / 2 <= sent["bf16-hook"] < ranks * steps / 2 * 1.01
+    # The first three steps send everything.
+    assert 3 * ranks <= sent["powersgd"] < 4 * ranks
+    assert furthest(trained("bf16-hook", 2).weights, ddp.weights) < 100 * ROUNDING
+    assert ROUNDING < furthest(trained("powersgd", 2).weights, ddp.weights) < 0.1
 
 
 def test_an_overflow_on_one_rank_is_a_step_that_all_leave_out(trained: Callable) -> None:
