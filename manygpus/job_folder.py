@@ -11,7 +11,7 @@
 | `newest-checkpoint` | the path of the last one that it has saved |
 | `script.json` | the script that the job runs, its arguments, and the commit of its code (`Script`) |
 | `outcome.json` | how the job's last start has ended (`Outcome`), by jobs/inside/outcome_rules.py |
-| `earlier-outcome.json` | how the start before has ended: slurm/job_env.sh renames its outcome |
+| `earlier-outcome.json` | how the start before has ended: scripts/job_env.sh renames its outcome |
 | `ended-for-good` | the job has ended well, and does nothing more if Slurm starts it again |
 | `checkpoints`, `monitor` | the files of checkpoint/checkpointer.py; the samples (monitor/samples.py) |
 | `plain` | the job's script does not use the kit (jobs/inside/run_plain.py); it may write `stopped` itself |

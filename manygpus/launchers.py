@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PORTS = range(10_000, 30_000)  # below those that Linux gives to programs that ask for any port (32768 and up)
 LARGEST_NUMBER = 2**31 - 1  # of ranks, and of whatever else a launcher counts; PyTorch holds it in an int
 
-# The job scripts set it within the site's container (slurm/job_env.sh).
+# The job scripts set it within the site's container (scripts/job_env.sh).
 STARTED_BY = "MANYGPUS_STARTED_BY"
 
 # What torchrun, mpirun and others set for their processes, and these leave to others.

@@ -1,6 +1,6 @@
 """The words with which the kit's own lines in the log of a job begin.
 
-slurm/job_env.sh writes lines with `watch` and `ended` in the same form.
+scripts/job_env.sh writes lines with `watch` and `ended` in the same form.
 """
 
 import re

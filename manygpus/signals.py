@@ -24,7 +24,7 @@ def hear_stop(handler: Callable[..., None]) -> None:
 
 
 def unblock_stop_signals() -> None:
-    """Let the signals through, which a job blocks until its training can handle them (slurm/job_env.sh)."""
+    """Let the signals through, which a job blocks until its training can handle them (scripts/job_env.sh)."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 

@@ -214,6 +214,10 @@ class Checkout:
     def submit_py(self, stage: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
         return self.python(f"{FOLDERS[stage]}/submit.py", *arguments, **environment)
 
+    @property
+    def job_env(self) -> Path:
+        return self.folder / "manygpus" / "jobs" / "scripts" / "job_env.sh"
+
     def script(self, stage: str) -> Path:
         (path,) = (self.folder / FOLDERS[stage]).glob("mnist_*.py")
         return path

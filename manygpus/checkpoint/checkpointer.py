@@ -282,7 +282,7 @@ class Checkpointer:
             What was said.
 
         Raises:
-            UserError: if it cannot be written, or the note for slurm/job_env.sh cannot.
+            UserError: if it cannot be written, or the note for scripts/job_env.sh cannot.
         """
         self._wait()
         text = f"stopped after {self._where()} by a signal; {resumes} resumes from {self.folder}"
@@ -637,10 +637,10 @@ def _tell_resume(path: Path) -> None:
 
 
 def _note_stop(text: str, folder: Path) -> None:
-    """Print that the run has stopped, and have slurm/job_env.sh put its job back into the queue.
+    """Print that the run has stopped, and have scripts/job_env.sh put its job back into the queue.
 
     Raises:
-        UserError: if the note for slurm/job_env.sh cannot be written.
+        UserError: if the note for scripts/job_env.sh cannot be written.
     """
     print_line(text)
     problem = f"{text}, but not by itself, as {job_folder.here()} cannot be written to"

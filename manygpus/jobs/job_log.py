@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from manygpus import log_words
 
-# Of the end of each log, as in slurm/job_env.sh: the last line of a job that failed is there, and a job of 64
+# Of the end of each log, as in job_env.sh: the last line of a job that failed is there, and a job of 64
 # ranks has no more than Python can read in seconds.
 MOST_OF_A_LOG_BYTES = 2**22
-# The line before what slurm/job_env.sh has of each log; the log's name follows.
+# The line before what scripts/job_env.sh has of each log; the log's name follows.
 BEGINNING_OF_A_LOG = "# in_job log "
 # How submitit calls the log of a rank.
 OF_A_RANK = re.compile(r"_(\d+)_log\.out$")

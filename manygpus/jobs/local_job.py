@@ -1,4 +1,4 @@
-"""A job on this machine: what slurm/job_env.sh does on a node, for processes that submitit starts here."""
+"""A job on this machine: what scripts/job_env.sh does on a node, for processes that submitit starts here."""
 
 import os
 import secrets
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manygpus import job_folder, launchers
-from manygpus.errors import REPOSITORY
 from manygpus.monitor import samples
 
 # submitit announces every step; the log should have only the stage's lines.
@@ -31,7 +30,7 @@ VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 def variables(
     folder: Path, data_dir: Path, results_dir: Path, ranks: int, gpus: int, threads: int | None
 ) -> dict[str, str]:
-    """Return the environment of a job's processes on this machine, as slurm/job_env.sh prepares it on a node.
+    """Return the environment of a job's processes on this machine, as job_env.sh prepares it on a node.
 
     Args:
         folder: the job's folder, for the logs, checkpoints and notes.
@@ -120,11 +119,10 @@ def start_monitor(folder: Path, job_id: str, log: Path, environment: dict[str, s
     It outlives this program, and ends the log.
     """
     environment = environment | dict.fromkeys(VISIBLE, environment[GPUS])
-    environment.pop("PYTHONSAFEPATH")
     sampled = folder / samples.FOLDER
     with log.open("ab") as output, (sampled / "log").open("w") as complaints:
         return subprocess.Popen(
-            [sys.executable, REPOSITORY / "slurm" / "monitor.py", "--sample", sampled, "--until", job_id],
+            [sys.executable, "-m", "manygpus", "monitor", "--sample", sampled, "--until", job_id],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -6,8 +6,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from manygpus.errors import REPOSITORY, UserError
+from manygpus.errors import UserError
 from manygpus.jobs import slurm
+
+# The parts of a job that are shell code, and the example of a site file.
+SCRIPTS = Path(__file__).with_name("scripts")
 
 # How a job asks for GPUs, cores and memory where the site does not say; so do the stages' job scripts.
 OPTION_TEMPLATES = {
@@ -25,7 +28,7 @@ SHARED_FOLDERS_FIX = (
 
 # Reading slurm/site.sh may take so long: some sites load modules there.
 SITE_FILE_SECONDS = 120
-# It prints the settings; its arguments are slurm/site_env.sh and the defaults of `OPTION_TEMPLATES`.
+# It prints the settings; its arguments are site_env.sh and the defaults of `OPTION_TEMPLATES`.
 READ_SITE = """
 set -euo pipefail
 before=" ${!SITE_*} "
@@ -54,7 +57,7 @@ SBATCH_NAMES = """
 
 
 class Site(NamedTuple):
-    """The settings of slurm/site.sh, with the defaults of slurm/site_env.sh and `OPTION_TEMPLATES`.
+    """The settings of slurm/site.sh, with the defaults of scripts/site_env.sh and `OPTION_TEMPLATES`.
 
     Attributes:
         sbatch: the SBATCH_* variables, including this shell's.
@@ -76,7 +79,7 @@ class Site(NamedTuple):
     def misspelt(self) -> list[str]:
         """Return a sentence on each variable that has no effect, as SBATCH_PARTITON."""
         # The example has every setting.
-        example = (REPOSITORY / "slurm" / "site.example.sh").read_text()
+        example = (SCRIPTS / "site.example.sh").read_text()
         known = set(re.findall(r"^#(SITE_\w+)=", example, re.MULTILINE))
         known |= {f"SBATCH_{name}" for name in SBATCH_NAMES.split()}
         sentences = []
@@ -109,9 +112,9 @@ def read_site(environment: Mapping[str, str] | None = None) -> Site:
         environment: the variables of its shell, by default those of this process.
 
     Raises:
-        UserError: if it cannot be read to its end; slurm/site_env.sh gives the reason.
+        UserError: if it cannot be read to its end; scripts/site_env.sh gives the reason.
     """
-    site_env = REPOSITORY / "slurm" / "site_env.sh"
+    site_env = SCRIPTS / "site_env.sh"
     done = slurm.ask(
         *("bash", "-c", READ_SITE, "site", str(site_env), *OPTION_TEMPLATES.values()),
         seconds=SITE_FILE_SECONDS,

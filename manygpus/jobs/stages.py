@@ -9,11 +9,12 @@ from pathlib import Path
 
 from manygpus.config.command_line import check_divides
 from manygpus.errors import REPOSITORY, UserError
+from manygpus.jobs.site import SCRIPTS
 from manygpus.jobs.user_program import Program
 from manygpus.record.columns import DDP, DP, SINGLE
 
 # What every job script sources.
-JOB_ENV = REPOSITORY / "slurm" / "job_env.sh"
+JOB_ENV = SCRIPTS / "job_env.sh"
 STAGE_FOLDERS = {SINGLE: "01_singlegpu", DP: "02_multigpu_dp", DDP: "03_multigpu_ddp"}
 
 

@@ -183,7 +183,7 @@ def _newest_name(path: str) -> str | None:
 
 
 def without_the_kit(path: str) -> str:
-    """Return a PYTHONPATH without this checkout, which slurm/site_env.sh has put there."""
+    """Return a PYTHONPATH without this checkout, which scripts/site_env.sh has put there."""
     folders = [folder for folder in path.split(os.pathsep) if folder and Path(folder).resolve() != REPOSITORY]
     return os.pathsep.join(folders)
 

@@ -148,7 +148,7 @@ def _leave_signals_to_the_ranks() -> None:
 
 
 def _note_end(folder: Path, exit_code: int) -> None:
-    """Note the exit code of the job, or 1 for any other than 0, as slurm/job_env.sh does."""
+    """Note the exit code of the job, or 1 for any other than 0, as scripts/job_env.sh does."""
     # The disk may be full.
     with suppress(OSError):
         (folder / samples.ENDED).write_text(f"{exit_code}\n")

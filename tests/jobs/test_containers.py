@@ -85,7 +85,7 @@ PYTHONPATH=$INSTALLED exec {shlex.quote(sys.executable)} "$@"
 JOB = """
 set -euo pipefail
 module() { :; }
-source ../slurm/site_env.sh
+source ../manygpus/jobs/scripts/site_env.sh
 run_activate_environment
 "${SITE_CONTAINER[@]}" python -c 'print("a rank")'
 printf '%s\\n' "$MANYGPUS_DATA_DIR" "${SITE_SRUN_ARGS[@]}"

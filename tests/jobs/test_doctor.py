@@ -37,13 +37,13 @@ def checkout(checkout: Checkout) -> Checkout:
 @pytest.fixture
 def site_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The slurm/site.sh that the checks within this process read, in a folder of its own."""
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    for name in ("site_env.sh", "site.example.sh"):
-        shutil.copy(REPOSITORY / "slurm" / name, folder)
+    scripts = tmp_path / "manygpus" / "jobs" / "scripts"
+    shutil.copytree(site.SCRIPTS, scripts)
     for module in (site, login_node):
-        monkeypatch.setattr(module, "REPOSITORY", tmp_path)
-    return folder / "site.sh"
+        monkeypatch.setattr(module, "SCRIPTS", scripts)
+    monkeypatch.setattr(login_node, "REPOSITORY", tmp_path)
+    (tmp_path / "slurm").mkdir()
+    return tmp_path / "slurm" / "site.sh"
 
 
 @pytest.fixture

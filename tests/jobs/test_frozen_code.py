@@ -111,7 +111,7 @@ def test_a_stage_runs_the_kit_as_it_was_when_it_was_sent(on_cluster: Checkout, b
     job = sent(on_cluster, "single", "--gpus", 1, *small)
     for path in (on_cluster.script("single"), *(on_cluster.folder / "manygpus").glob("*.py")):
         path.write_text("raise SystemExit('edited')")
-    (on_cluster.folder / "slurm" / "job_env.sh").write_text("exit 3")
+    on_cluster.job_env.write_text("exit 3")
     on_cluster.site(f"{site}\necho a site of today")
     on_cluster.cluster.run(["scancel", busy])
     state = on_cluster.cluster.wait(job, timeout=300)

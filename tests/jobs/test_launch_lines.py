@@ -25,7 +25,7 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
     }
     assert facts <= set(asked)
     # Slurm says who sees which GPU.
-    assert "VISIBLE_DEVICES" not in script.read_text() + (checkout.folder / "slurm/job_env.sh").read_text()
+    assert "VISIBLE_DEVICES" not in script.read_text() + checkout.job_env.read_text()
 
     checkout.fake(
         "scontrol", "printf '127.0.0.2\\n127.0.0.3\\n'"
@@ -58,7 +58,7 @@ def test_what_a_job_script_tells_sbatch_and_srun(launcher: str, checkout: Checko
 
 @pytest.mark.parametrize(
     "script",
-    [path for path in lessons.files("*.sh") if "\nsrun " in path.read_text() and path.parts[-2] != "slurm"],
+    [path for path in lessons.files("*.sh") if "\nsrun " in path.read_text() and path.parts[-2] != "scripts"],
     ids=lambda path: "/".join(path.parts[-2:]),
 )
 def test_a_job_script_to_read_has_the_launch_line_of_those_that_are_made(script: Path) -> None:

@@ -307,7 +307,7 @@ def test_a_job_that_cannot_be_sampled(on_cluster: Checkout) -> None:
         "srun": "not sampled to the end: see ",
         "hangs": "no verdict within 10 seconds: python slurm/monitor.py --verdict ",
     }
-    script = on_cluster.folder / "slurm" / "job_env.sh"
+    script = on_cluster.job_env
     assert "tenths < 100" in script.read_text()
     script.write_text(script.read_text().replace("tenths < 100", "tenths < 50"))
     jobs = {}

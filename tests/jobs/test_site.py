@@ -38,7 +38,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     """The site file of this checkout is read by the checks within this process."""
     place = Checkout(tmp_path / "a checkout")
     for module in (site, login_node):
-        monkeypatch.setattr(module, "REPOSITORY", place.folder)
+        monkeypatch.setattr(module, "SCRIPTS", place.job_env.parent)
+    monkeypatch.setattr(login_node, "REPOSITORY", place.folder)
     return place
 
 

@@ -394,7 +394,7 @@ def test_submitit_a_dry_run_and_a_job_script_ask_for_the_same(checkout: Checkout
         assert asked[0] == asked[1] == asked[2]
         assert len(asked[0]) == 9
         for text in (sent, shown):
-            assert f"source '{checkout.folder}/slurm/job_env.sh'" in text.splitlines()
+            assert f"source '{checkout.job_env}'" in text.splitlines()
         (srun,) = [line for line in sent.splitlines() if line.startswith("srun ")]
         for option in re.findall(r"--(?:kill|wait)\S+", script.partition("\nsrun ")[2]):
             assert option in shlex.split(srun)
@@ -875,8 +875,8 @@ def test_the_dry_run_of_the_stage_stands_behind_two_dashes(
 def _main(stage: str, arguments: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> int:
     """submit.py within this process."""
     monkeypatch.setattr(sys, "argv", ["submit.py", *arguments.split()])
-    for module in (submission, site):
-        monkeypatch.setattr(module, "REPOSITORY", checkout.folder)
+    monkeypatch.setattr(submission, "REPOSITORY", checkout.folder)
+    monkeypatch.setattr(site, "SCRIPTS", checkout.job_env.parent)
     for name, value in checkout.environment.items():
         monkeypatch.setenv(name, value)
     return runpy.run_path(str(REPOSITORY / FOLDERS[stage] / "submit.py"))["main"].__wrapped__()

@@ -112,9 +112,9 @@ def test_a_project_that_has_the_kit_within(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its jobs run the kit from the copy, too, whose stages would refuse another one."""
-    write(project, "kit/slurm/job_env.sh", "kit/stage.py")
+    write(project, "kit/manygpus/jobs/scripts/job_env.sh", "kit/stage.py")
     commit_of(project / "kit")
-    monkeypatch.setattr(freezing, "JOB_ENV", project / "kit" / "slurm" / "job_env.sh")
+    monkeypatch.setattr(freezing, "JOB_ENV", project / "kit/manygpus/jobs/scripts/job_env.sh")
     copy = plan(project / "train.py", tmp_path)
     assert (copy.kit, copy.job_env.name) == (copy.code.folder / "kit", "job_env.sh")
 

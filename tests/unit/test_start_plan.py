@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, REPOSITORY, ran
+from conftest import ENVIRONMENT, ran
 
 from manygpus import job_folder
 from manygpus.errors import UserError
@@ -18,6 +18,7 @@ from manygpus.job_folder import Script
 from manygpus.jobs import slurm
 from manygpus.jobs.inside import start_plan
 from manygpus.jobs.inside.start_plan import JobStart, StartPlan
+from manygpus.jobs.stages import JOB_ENV
 from manygpus.jobs.user_program import Program
 from manygpus.monitor import samples
 
@@ -133,7 +134,7 @@ def test_slurm_still_names_its_fields_so(release: str) -> None:
     ).keys()
     assert "ArrayTaskId" in slurm.fields(record(release, "array"))
     # This one job_env.sh itself reads.
-    script = (REPOSITORY / "slurm" / "job_env.sh").read_text()
+    script = JOB_ENV.read_text()
     assert set(re.findall(r'\$facts (?:==|!=|=~) [*"\\]*\ (\w+)=', script)) == {"Reason"} <= asked
 
 

@@ -9,8 +9,8 @@
     python slurm/doctor.py --job --python ~/envs/mine/bin/python --plain train.py
                                                        a script of yours: its imports, PyTorch, and ranks
 
-The job is slurm/doctor.sh, which makes everything ready as the job scripts do (slurm/job_env.sh), so what
-works for it works for the training.
+The job is scripts/doctor.sh, which makes everything ready as the job scripts do (scripts/job_env.sh), so
+what works for it works for the training.
 
 The exit code is 0 if there is no fault (warnings are allowed), 1 if there is one. Any Python from 3.10 on
 will do: it needs only the standard library, and checks the job's environment, too.
@@ -32,7 +32,7 @@ from pathlib import Path
 
 from manygpus.config.command_line import Parser, at_least, given
 from manygpus.data.staging import SHARED_DATA_FIX
-from manygpus.errors import REPOSITORY, UserError, entrypoint, print_line, reason
+from manygpus.errors import UserError, entrypoint, print_line, reason
 from manygpus.jobs import local_job, slurm
 from manygpus.jobs.doctor import login_node, site_file
 from manygpus.jobs.doctor.checkup import NOTE
@@ -47,7 +47,7 @@ from manygpus.jobs.doctor.findings import (
     in_words,
     read_messages,
 )
-from manygpus.jobs.site import DEFAULT_MINUTES, OPTION_TEMPLATES, SHARED_FOLDERS_FIX, Site
+from manygpus.jobs.site import DEFAULT_MINUTES, OPTION_TEMPLATES, SCRIPTS, SHARED_FOLDERS_FIX, Site
 from manygpus.jobs.stages import STAGES, resources
 from manygpus.jobs.submit import partition_limits
 from manygpus.jobs.submit.slurm_options import of_variables, sbatch_options
@@ -57,7 +57,7 @@ from manygpus.record import records
 from manygpus.record.columns import DDP
 
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
-JOB_SCRIPT = REPOSITORY / "slurm" / "doctor.sh"
+JOB_SCRIPT = SCRIPTS / "doctor.sh"
 STAGE_SCRIPT = STAGES[DDP].script.parent / "slurm_submit.sh"
 # The time limit of the job.
 MINUTES = 15

@@ -25,7 +25,7 @@ from manygpus.jobs.doctor.findings import (
     for_the_cpu_only,
     read_messages,
 )
-from manygpus.jobs.site import SHARED_FOLDERS_FIX, Site, read_site
+from manygpus.jobs.site import SCRIPTS, SHARED_FOLDERS_FIX, Site, read_site
 from manygpus.jobs.stages import STAGES, resources
 from manygpus.jobs.submit.slurm_options import sbatch_options
 from manygpus.jobs.user_program import Program, without_the_kit
@@ -40,7 +40,7 @@ OLDEST_PYTHON = [3, 10]
 # The shell of a job, up to the job's Python, which runs its checks, and reads the data as a job would.
 ENVIRONMENT = """
 set -euo pipefail
-source "$1/slurm/site_env.sh"; shift
+source "$1"; shift
 if [[ ${SITE_SRUN_ARGS[*]-} == *--container* ]]; then echo "srun's container"; exit; fi
 run_activate_environment
 exec "${SITE_CONTAINER[@]}" "$@"
@@ -111,7 +111,7 @@ def check_slurm() -> list[Finding]:
 
 def _in_a_jobs_shell(*command: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command in this folder as a job would, up to its Python."""
-    shell = ("bash", "-c", ENVIRONMENT, "environment", str(REPOSITORY))
+    shell = ("bash", "-c", ENVIRONMENT, "environment", str(SCRIPTS / "site_env.sh"))
     return slurm.ask(*shell, *command, seconds=IMPORT_SECONDS, cwd=folder)
 
 

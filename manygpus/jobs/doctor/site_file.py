@@ -13,7 +13,7 @@ from manygpus.jobs.doctor import site_proposal
 from manygpus.jobs.doctor.cluster import Cluster, NodeGroup, Partition, read_cluster
 from manygpus.jobs.doctor.findings import FAULT, OK, WARNING, Finding
 from manygpus.jobs.doctor.site_proposal import Accepted, Proposal
-from manygpus.jobs.site import read_site
+from manygpus.jobs.site import SCRIPTS, read_site
 from manygpus.jobs.stages import Resources
 
 CHECK = "proposal"
@@ -72,7 +72,7 @@ def _write(settings: Mapping[str, str]) -> Finding:
     has_one = file.exists()
     if has_one and not settings:
         return Finding(CHECK, OK, "slurm/site.sh needs no change")
-    before = file if has_one else file.with_name("site.example.sh")
+    before = file if has_one else SCRIPTS / "site.example.sh"
     text = before.read_text()
     proposed = with_settings(text, settings)
     target = file.with_name(file.name + NEW) if has_one else file
@@ -88,7 +88,7 @@ def _write(settings: Mapping[str, str]) -> Finding:
 
 def _difference(before: Path, text: str, after: Path, proposed: str) -> str:
     """Return the difference of two files as further lines of a message; "" if there is none."""
-    names = (str(path.relative_to(REPOSITORY)) for path in (before, after))
+    names = (before.name, after.name)
     lines = difflib.unified_diff(text.splitlines(), proposed.splitlines(), *names, n=0, lineterm="")
     return "".join(f"\n{line}" for line in lines)
 

@@ -1,4 +1,4 @@
-"""What a job script asks (slurm/job_env.sh), which itself decides nothing: at its beginning, and at its end.
+"""What a job script asks (job_env.sh), which itself decides nothing: at its beginning, and at its end.
 
     python -m manygpus.jobs.inside.in_job begin   prints shell code for its shell (start_plan.py)
     python -m manygpus.jobs.inside.in_job back    prints yes or no: may it go back to the queue?
@@ -35,7 +35,7 @@ EXIT_CODE_FOLLOWS = "# in_job exit code "
 
 @dataclass
 class Input:
-    """What the job script says (`in_job` in slurm/job_env.sh).
+    """What the job script says (`in_job` in scripts/job_env.sh).
 
     Attributes:
         values: what it says, by name; "" also stands for no, and anything else for yes.
@@ -75,7 +75,7 @@ class Input:
 
 
 def main() -> None:
-    """Answer what slurm/job_env.sh asks."""
+    """Answer what scripts/job_env.sh asks."""
     question = sys.argv[1]
     job_input = Input.parse(sys.stdin.buffer.read())
     if question == "begin":

@@ -22,7 +22,7 @@ class Training:
 
     - Its answer to USR2, and so `checkpoint()`: its handler runs in the middle of a step, saves on rank 0
       only and requeues at once. Ranks that train together have to stop at the same step, so the stage itself
-      answers the signal (checkpoint/checkpointer.py), and slurm/job_env.sh requeues when all have ended.
+      answers the signal (checkpoint/checkpointer.py), and scripts/job_env.sh requeues when all have ended.
     - Its results, the pickle with the return value or the traceback of each rank: a rank that is killed
       leaves none, and where a rank fails all others do, too. Which one was first is in the ranks' notes in
       the job's folder (manygpus.job_folder). So this ends by SystemExit, of which submitit makes no

@@ -44,7 +44,7 @@ def show_default() -> None:
 
 
 def write_whole_lines() -> None:
-    """Write each line at once and whole, where Python would not buffer (slurm/job_env.sh, jobs/local_job.py).
+    """Write each line at once and whole, where Python would not buffer (job_env.sh, jobs/local_job.py).
 
     It would write each argument of a `print` by itself, and in the pipe that the ranks of torchrun share,
     lines of two ranks would mingle. A line without an end is lost there if its rank is killed.

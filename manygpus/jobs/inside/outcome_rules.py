@@ -1,6 +1,6 @@
 """How a job ends, decided from what Slurm says of it, the notes of its ranks, its exit code and its log.
 
-It is asked at the end of the job script (`finish` in slurm/job_env.sh). It needs no packages.
+It is asked at the end of the job script (`finish` in scripts/job_env.sh). It needs no packages.
 """
 
 from dataclasses import dataclass, replace

@@ -34,7 +34,7 @@ SUBMITIT_STARTS_AGAIN = 144
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 # What this process may be sent, and hands on.
 HANDED_ON = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, *STOP_SIGNALS}
-# How Slurm finds the processes of a job (slurm/job_env.sh), and the way by which it signals all of them.
+# How Slurm finds the processes of a job (scripts/job_env.sh), and the way by which it signals all of them.
 PROCTRACK = "MANYGPUS_PROCTRACK"
 SIGNALS_ALL = "linuxproc"
 # For what the program has left behind, to end by itself: as long as Slurm by default waits after SIGTERM
@@ -93,7 +93,7 @@ def _variables(program: Program, dist_env: launchers.DistEnv) -> dict[str, str]:
     of them, and start none (Lightning by LOCAL_RANK), or train on one GPU.
     """
     variables = dict(os.environ)
-    # slurm/job_env.sh sets it, and the script has modules beside it.
+    # scripts/job_env.sh sets it, and the script has modules beside it.
     variables.pop("PYTHONSAFEPATH", None)
     # It may be left from a job that has sent this one.
     variables.pop(frozen_code.VARIABLE, None)
@@ -159,7 +159,7 @@ def _run_child(command: Sequence[str], variables: dict[str, str], with_its_own: 
         end_with(this_process)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, waited_for)
 
-    # The command inherits this. The job has held both signals back (slurm/job_env.sh).
+    # The command inherits this. The job has held both signals back (scripts/job_env.sh).
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

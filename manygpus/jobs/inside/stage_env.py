@@ -2,7 +2,7 @@
 
     python -m manygpus.jobs.inside.stage_env ARCHIVE FOLDER COMMAND...
 
-COMMAND runs what follows it once on each node (slurm/job_env.sh). This prints how long it took, for the log,
+COMMAND runs what follows it once on each node (job_env.sh). This prints how long it took, for the log,
 or a sentence, and exits with 1. It needs no packages.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from manygpus.errors import UserError, print_line
 from manygpus.log_words import ENVIRONMENT, line
 
-# With the archive and the folder. The step in slurm/job_env.sh that removes a folder has its lock, but Slurm
+# With the archive and the folder. The step in job_env.sh that removes a folder has its lock, but Slurm
 # may kill it before it is done. So what the user's other jobs, or earlier starts of this one, have left on
 # the node goes first. In an archive of conda-pack, conda-unpack corrects the paths in the files.
 UNPACK = """

@@ -1,6 +1,6 @@
 """How a job begins, decided from what Slurm says of it and from the variables of its shell.
 
-It is asked once site.sh is read and Python is ready (`begin_job` in slurm/job_env.sh), and answers in shell
+It is asked once site.sh is read and Python is ready (`begin_job` in scripts/job_env.sh), and answers in shell
 code. It needs no packages.
 """
 

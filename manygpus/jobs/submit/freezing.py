@@ -104,7 +104,7 @@ class PlannedCopy:
 
         Besides in a copy of this checkout, it is in that of a project which has the kit as a submodule.
         """
-        return None if self.job_env == JOB_ENV else self.job_env.parents[1]
+        return None if self.job_env == JOB_ENV else self.job_env.parents[3]
 
     def stage(self, stage: Stage) -> Stage:
         """Return the stage with its script, and its program, in the copy."""

@@ -133,7 +133,7 @@ class Request:
 
     @property
     def setup(self) -> list[str]:
-        """Return what the job's shell does first: all that is the same in every job (slurm/job_env.sh)."""
+        """Return what the job's shell does first: all that is the same in every job (scripts/job_env.sh)."""
         return [*self.environment, f"begin_job {shlex.join([*self.words, *self.arguments])}"]
 
     @property

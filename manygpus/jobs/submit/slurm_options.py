@@ -32,7 +32,7 @@ SBATCH = {"signal": "USR2@60", "requeue": True, "open-mode": "append"}
 CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK"'
 # If a rank fails, srun ends the others; if one leaves early, after 60 seconds.
 KILL_ON_BAD_EXIT, WAIT = "--kill-on-bad-exit=1", "--wait=60"
-# Of the site; slurm/job_env.sh sets both.
+# Of the site; scripts/job_env.sh sets both.
 OF_SITE = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}"'
 
 

@@ -4,6 +4,7 @@ It reads the jobs' folders, and asks Slurm once for the user's queue, and once f
 ended well by their folders.
 """
 
+import re
 import shlex
 import time
 from collections.abc import Collection, Sequence
@@ -19,7 +20,6 @@ from manygpus.jobs.inside import outcome_rules
 from manygpus.jobs.inside.failure_reason import Evidence
 from manygpus.jobs.site import Site
 from manygpus.jobs.slurm import JobStatus
-from manygpus.jobs.stages import JOB_ENV
 from manygpus.monitor import samples
 
 # The longest script with its arguments that a row shows, in characters, and how many of them are its last:
@@ -262,7 +262,9 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[JobRow]:
 def _is_of_a_sweep(script: Path) -> bool:
     """Return whether a job script is one of a sweep of this checkout."""
     text = job_folder.read(script)
-    return str(JOB_ENV) in text or f"MANYGPUS_CHECKOUT={shlex.quote(str(REPOSITORY))}\n" in text
+    # What it sources is in the package, or slurm/job_env.sh.
+    sources = re.search(rf"{re.escape(str(REPOSITORY))}/\S*/job_env\.sh", text)
+    return sources is not None or f"MANYGPUS_CHECKOUT={shlex.quote(str(REPOSITORY))}\n" in text
 
 
 def _is_within(path: str, folders: Sequence[Path]) -> bool:

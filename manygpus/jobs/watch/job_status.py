@@ -295,7 +295,7 @@ class SlurmHandle(Handle):
         - It was preempted: if it came back and ended well, Slurm before 26.05 calls it PREEMPTED all the same
           (SchedMD's ticket 25682).
         - It ended well while it was asked to leave, and Slurm (seen: 24.11) puts it back into the queue all
-          the same. It does nothing more when it starts again (slurm/job_env.sh).
+          the same. It does nothing more when it starts again (scripts/job_env.sh).
 
         A plain script that did not come back may only have left with 0 when asked to end.
         """

@@ -14,7 +14,7 @@ ends=""
 trap '[[ -z $ends ]] || fail "$ends"' EXIT
 
 # --- the defaults -----------------------------------------------------------------------------------
-KIT=$(cd "${BASH_SOURCE[0]%/*}/.." && pwd) # where the code is: the checkout, or a job's frozen copy of it
+KIT=$(cd "${BASH_SOURCE[0]%/*}/../../.." && pwd) # where the code is: the checkout, or a job's frozen copy of it
 REPOSITORY=${MANYGPUS_CHECKOUT:-$KIT}
 SITE_SRUN_ARGS=()
 SITE_CONTAINER=()
