@@ -1,7 +1,7 @@
 #!/bin/bash
-# Run plain_ddp.py on two nodes with four GPUs each, without the kit: sbatch plain_slurm.sh --epochs 2
-# For a script of your own, replace plain_ddp.py with its name. Put the commands that prepare your Python (module load,
-# conda activate) before srun, unless you have run them in the shell from which you call sbatch.
+# Run resumable_ddp.py on two nodes with four GPUs each, without the kit: sbatch plain_slurm.sh --epochs 2
+# For a script of your own, replace resumable_ddp.py with its name. Put the commands that prepare your Python (module
+# load, conda activate) before srun, unless you have run them in the shell from which you call sbatch.
 
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4       # one process per GPU:
@@ -31,7 +31,7 @@ export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # shellcheck disable=SC2016
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
-    exec python -u plain_ddp.py "$@"' bash "$@"
+    exec python -u resumable_ddp.py "$@"' bash "$@"
 
 # If the signal has stopped the training, the script has saved and left this file. The job returns to the queue.
 if [[ -e $MANYGPUS_JOB_DIR/stopped ]]; then scontrol requeue "$SLURM_JOB_ID"; fi

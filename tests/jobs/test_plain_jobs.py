@@ -103,7 +103,8 @@ def test_the_script_of_the_page_comes_back_after_usr2_and_after_preemption(
     few_images: Path, on_cluster: Checkout
 ) -> None:
     """Also its loader workers get the signals, and go on until it has saved."""
-    script, node = on_cluster.folder / "03_multigpu_ddp" / "plain_ddp.py", ("--nodelist=n1", "--exclusive")
+    script = on_cluster.folder / "03_multigpu_ddp" / "resumable_ddp.py"
+    node = ("--nodelist=n1", "--exclusive")
     script.write_text(script.read_text().replace("\n            optimizer.zero_grad()\n", STAYS))
     theirs = ("--epochs", 1, "--batch-size", 20, "--num-workers", 1, "--data-dir", few_images)
     job = on_cluster.submit("srun", "--plain", script.name, *theirs, sbatch=node)
@@ -752,9 +753,9 @@ def test_a_sweep_resumes_in_its_own_folder_whatever_the_script_is_given(
         ("--plain -m", "--plain -m takes the name of a module"),
         ("--python . --plain mnist_ddp.py", "--python . is not a program"),
         ("--python python3", "are for plain scripts"),
-        ("--when-requeued '--it --plain plain_ddp.py", '--when-requeued "\'--it": No closing quotation'),
-        ("--one-process-per-node --epochs=2 --plain plain_ddp.py", "--epochs=2 is not for plain scripts"),
-        ("--one-process-per-node --plain plain_ddp.py", "--ntasks-per-node=1"),
+        ("--when-requeued '--it --plain resumable_ddp.py", '--when-requeued "\'--it": No closing quotation'),
+        ("--one-process-per-node --epochs=2 --plain resumable_ddp.py", "--epochs=2 is not for plain scripts"),
+        ("--one-process-per-node --plain resumable_ddp.py", "--ntasks-per-node=1"),
     ],
 )
 def test_a_job_script_without_the_script(words: str, message: str, checkout: Checkout) -> None:

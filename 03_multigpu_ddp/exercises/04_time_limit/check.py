@@ -92,7 +92,7 @@ def check(workspace: Workspace) -> str:
     _check_limit(answers.number("saved_after"), answers.number("resumed_after"), limited)
     _check_repeated(answers.number("repeated"))
     if answers.word("never_caught", "usr2", "term", "kill") != "kill":
-        raise Wrong("`never_caught`: plain_ddp.py has a handler for that one, in STOP_SIGNALS, and saves.")
+        raise Wrong("`never_caught`: the script has a handler for that one, in STOP_SIGNALS, and saves.")
     return (
         f"After kill -9 the training returned to step {killed.step} of epoch {killed.epoch}, its newest "
         f"checkpoint: at most {SAVE_EVERY - 1} steps are done twice (you predicted {predicted:g}). At the "
