@@ -4,6 +4,7 @@ The files are those of torch.distributed.checkpoint (DCP), in a folder that all 
 no tensor, and its list of contents, by pickle, which can run a program: load none that you do not trust.
 """
 
+import math
 import zipfile
 from concurrent.futures import Future
 from io import BytesIO
@@ -61,7 +62,8 @@ class Sharded:
     def parameters(self) -> int:
         """Count the weights that are trained, on all ranks together."""
         trained = (weights for weights in self.model.parameters() if weights.requires_grad)
-        return sum(process_group.gather(sum(local_part(weights).numel() for weights in trained)))
+        own_share = sum(local_part(weights).numel() / _replicas(weights) for weights in trained)
+        return round(sum(process_group.gather(own_share)))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Gather all weights on rank 0, where they have to fit into memory, as if the network were whole."""
@@ -194,6 +196,14 @@ def _gathered(rank_state: dict[str, object]) -> dict[str, object]:
         if process_group.is_rank_0():
             whole[name] = value
     return whole
+
+
+def _replicas(tensor: torch.Tensor) -> int:
+    """Return how many ranks have this same part of a tensor: several where a mesh also replicates (HSDP)."""
+    if not is_sharded(tensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(dim) for dim, place in enumerate(tensor.placements) if place.is_replicate())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

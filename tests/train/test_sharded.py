@@ -168,11 +168,13 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("epoch-*"))
 
 
-def test_split_over_1_2_or_4_ranks_it_trains_as_with_ddp(by_two: Path, train: Train, tmp_path: Path) -> None:
+def test_split_over_1_or_2_ranks_or_twice_over_2_it_trains_as_with_ddp(
+    by_two: Path, train: Train, tmp_path: Path
+) -> None:
     train(STAGES["ddp"], tmp_path / "ddp", ranks=2)
-    for ranks in (1, 4):
-        printed = train(FSDP, tmp_path / f"{ranks}", ranks=ranks)
-        assert held(ranks, ranks, of_optimizer=1) in printed
+    for ranks, replicas in ((1, 1), (4, 2)):
+        printed = train(FSDP, tmp_path / f"{ranks}", "--replicas", replicas, ranks=ranks)
+        assert held(ranks, ranks // replicas, of_optimizer=1) in printed
     for folder in (tmp_path / "1", by_two, tmp_path / "4"):
         assert_same_end(folder, tmp_path / "ddp", loss=1e-4)
         facts = {tuple(row[name] for name in ("stage", "model", "parameters")) for row in rows_of(folder)}
@@ -195,9 +197,9 @@ def held(ranks: int, shards: int, of_optimizer: int) -> str:
     return f"MB of weights + gradients + optimizer on each rank: {each}\n"
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (3, 1), (4, 2)])
 def test_other_ranks_resume_from_the_newest_checkpoint_that_is_whole(
-    ranks: int, by_two: Path, train: Train, tmp_path: Path
+    ranks: int, replicas: int, by_two: Path, train: Train, tmp_path: Path
 ) -> None:
     """From one in the middle of the second epoch, as the newest is damaged."""
     shutil.copytree(by_two / "checkpoints", tmp_path / "checkpoints")
@@ -208,7 +210,7 @@ def test_other_ranks_resume_from_the_newest_checkpoint_that_is_whole(
     content[len(content) // 2] ^= 1  # within a weight
     of_rank_1.write_bytes(content)
 
-    printed = train(FSDP, tmp_path, ranks=ranks)
+    printed = train(FSDP, tmp_path, "--replicas", replicas, ranks=ranks)
     assert f"warning: the checkpoint {damaged} cannot be read (wrong checksum of " in printed
     assert f"resumed from {whole}" in printed
     assert_same_end(tmp_path, by_two, loss=1e-4)
@@ -220,6 +222,11 @@ def test_one_that_is_split_resumes_split_only(by_two: Path, script: Script, tmp_
     shutil.copytree(by_two / "checkpoints", tmp_path / "checkpoints")
     error = failed(script(FSDP, *SMALL, *places(tmp_path), "--how", "ddp"))
     assert "is split over ranks" in error
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused(script: Script, tmp_path: Path) -> None:
+    error = failed(script(FSDP, *SMALL, "--replicas", 2, "--results-dir", tmp_path))
+    assert "the number of ranks 1 does not divide" in error
 
 
 def test_a_pipeline_trains_as_one_process_and_resumes_with_another_number(

@@ -19,8 +19,10 @@ from manygpus import (
     Run,
     Sharded,
     UserError,
+    at_least,
     augmentation,
     build_optimizer,
+    check_divides,
     destroy_distributed,
     entrypoint,
     errors,
@@ -46,6 +48,12 @@ class FSDPOptions(Options):
         choices=("shard", "ddp"),
         help="each rank has a shard of the network, or all of it",
     )
+    replicas: int = option(
+        1,
+        type=at_least(1),
+        metavar="R",
+        help="groups of ranks that each hold the network (HSDP), such as one per node",
+    )
 
 
 @entrypoint
@@ -56,6 +64,7 @@ def main() -> None:
         use_gpu=not opts.no_cuda, timeout_seconds=opts.timeout, debug_dir=opts.debug_dir
     )
     tune_process(dist_env)
+    check_divides(dist_env.world_size, opts.replicas, "replicas", option="the number of ranks")
     opts = opts.resolve_batch_size(dist_env.world_size)
     opts = resolve_precision(opts, dist_env.device)
     torch.manual_seed(opts.seed + dist_env.rank)  # different dropout on each rank; rank 0's weights go to all
@@ -77,7 +86,7 @@ def main() -> None:
     if opts.how == "ddp":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
-        split(model, dist_env)
+        split(model, dist_env, opts.replicas)
     autocast = torch.autocast(dist_env.device.type, dtype=torch.bfloat16, enabled=opts.precision == "bf16")
     optimizer, lr_scheduler = build_optimizer(opts, model, steps_per_epoch=len(train_batches))
 
@@ -114,11 +123,13 @@ def main() -> None:
     destroy_distributed()
 
 
-def split(model: nn.Module, dist_env: DistEnv) -> None:
+def split(model: nn.Module, dist_env: DistEnv, replicas: int) -> None:
     """Leave each rank its shard of every weight. A layer is whole only while it is used."""
     for weights in model.parameters():
         dist.broadcast(weights.detach(), src=0)
-    mesh = init_device_mesh(dist_env.device.type, (dist_env.world_size,))
+    # A row of the mesh holds the network once, in shards; the gradients are averaged over the rows, too.
+    shards = dist_env.world_size // replicas
+    mesh = init_device_mesh(dist_env.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
     for layer in (model.conv1, model.conv2, model.fc1, model.fc2):
         fsdp.fully_shard(layer, mesh=mesh)
     fsdp.fully_shard(model, mesh=mesh)
