@@ -4,12 +4,20 @@ Try: python results/how_many_gpus.py results/runs --target 97 --deadline 00:30:0
 """
 
 import argparse
-import json
 import math
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from manygpus.config.command_line import Parser, above_0, at_least, duration, given_path, list_of
+from manygpus import json_document
+from manygpus.config.command_line import (
+    Parser,
+    above_0,
+    add_json,
+    at_least,
+    duration,
+    given_path,
+    list_of,
+)
 from manygpus.errors import REPOSITORY, entrypoint, print_line, print_table
 from manygpus.jobs import slurm
 from manygpus.jobs.site import read_site
@@ -21,6 +29,8 @@ from manygpus.reports.advice.answer import AnswerText, answer_for, number, repor
 from manygpus.reports.advice.choice import Constraints, Option, interval
 
 RESULTS = REPOSITORY / "results"
+# Of schemas/how_many.json.
+SCHEMA_VERSION = 1
 # A job gets so much more time than the prediction's upper end, and these minutes, as it is told to stop up to
 # two minutes before its time limit.
 TIME_LIMIT_FACTOR = 1.2
@@ -43,8 +53,8 @@ def main() -> int:
     )
     answer, skipped = answer_for(arguments.paths, constraints, set_number=arguments.set)
     if arguments.json:
-        document = _as_json(answer) | {"skipped": skipped, "queue": [*map(_as_fields, _queue(answer))]}
-        print(json.dumps(document, indent=1), flush=True)
+        queue = [_start_as_json(start) for start in _queue(answer)]
+        json_document.print_document(_as_json(answer) | {"skipped": skipped, "queue": queue})
     else:
         report(answer, constraints, arguments.out, skipped)
         _print_queue(answer, _queue(answer))
@@ -127,11 +137,11 @@ def _print_queue(text: AnswerText, starts: list[Start]) -> None:
     print_line(page.wrapped(f"{limit}, in which a job stops. Mind that {waiting.CAUTION}."))
 
 
-def _as_fields(start: Start) -> dict[str, object]:
+def _start_as_json(start: Start) -> dict[str, object]:
     return {
-        "devices": int(start.option.shape.devices),
-        "nodes": int(start.option.shape.nodes),
-        "global_batch": int(start.option.global_batch),
+        "devices": start.option.shape.devices,
+        "nodes": start.option.shape.nodes,
+        "global_batch": start.option.global_batch,
         "time_limit_minutes": start.minutes,
         "start": start.trial.start.isoformat() if start.trial.start else None,
         "result": start.result.isoformat() if start.result else None,
@@ -141,9 +151,10 @@ def _as_fields(start: Start) -> dict[str, object]:
 
 
 def _as_json(text: AnswerText) -> dict[str, object]:
-    """Return the answer for a program; intervals are [low, middle, high], None without a number."""
+    """Return the answer as schemas/how_many.json describes it; intervals are [low, middle, high]."""
     answer = text.answer
     return {
+        "schema_version": SCHEMA_VERSION,
         "goal": answer.goal,
         "why": text.why,
         "sure": answer.sure,
@@ -155,24 +166,18 @@ def _as_json(text: AnswerText) -> dict[str, object]:
 
 
 def _option(option: Option) -> dict[str, object]:
-    draws = {
-        "images_per_s": option.images_per_s,
-        "minutes": option.seconds / 60,
-        "gpu_hours": option.hours,
-        "efficiency": option.efficiency,
-        "break_even_images": option.break_even,
-    }
-    # Numbers of pandas are none that JSON knows.
-    fields: dict[str, object] = {
+    return {
         "stage": option.stage,
-        "devices": int(option.shape.devices),
-        "nodes": int(option.shape.nodes),
-        "global_batch": int(option.shape.global_batch),
+        "devices": option.shape.devices,
+        "nodes": option.shape.nodes,
+        "global_batch": option.global_batch,
+        "images_per_s": interval(option.images_per_s),
+        "minutes": interval(option.seconds / 60),
+        "gpu_hours": interval(option.hours),
+        "efficiency": interval(option.efficiency),
+        "break_even_images": interval(option.break_even),
+        "basis": option.basis,
     }
-    for name, values in draws.items():
-        fields[name] = [value if math.isfinite(value) else None for value in interval(values)]
-    fields["basis"] = option.basis
-    return fields
 
 
 def _parse() -> argparse.Namespace:
@@ -232,9 +237,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--set", type=at_least(1), metavar="N", help="which set of runs to use, if their settings differ"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the answer as JSON, for a program, and write nothing"
-    )
+    add_json(parser, "the answer, of which nothing is then written,")
     parser.add_argument(
         "--out", type=given_path, default=RESULTS, help="folder to write to (default: results)"
     )

@@ -1,13 +1,14 @@
 """Show the jobs of this checkout: what each one runs, its state, how long, and the verdict or why it failed.
 
 Try: python slurm/jobs.py; python slurm/jobs.py my_project; python slurm/jobs.py 17
-Try: python slurm/jobs.py --code 17
+Try: python slurm/jobs.py --code 17; python slurm/jobs.py --json 17
 """
 
 from contextlib import suppress
 from pathlib import Path
 
-from manygpus.config.command_line import Parser
+from manygpus import json_document
+from manygpus.config.command_line import Parser, add_json
 from manygpus.errors import UserError, entrypoint, print_line, print_table
 from manygpus.frozen_code import FrozenCode
 from manygpus.jobs import job_log
@@ -17,7 +18,7 @@ from manygpus.jobs.submit.code_difference import difference, unified_diff
 from manygpus.jobs.watch import job_list
 from manygpus.log_words import printable
 from manygpus.monitor import samples
-from manygpus.monitor.resource_use import CORES, MEMORY, measure_resource_use
+from manygpus.monitor.resource_use import CORES, MEMORY, ResourceUse, measure_resource_use
 from manygpus.monitor.sampled_job import SampledJob
 
 TITLES = ("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "enough")
@@ -25,6 +26,9 @@ TITLES = ("job", "mem asked", "used", "enough", "cpus-per-task asked", "used", "
 OPTIONS = (MEMORY, CORES)
 UNKNOWN = ("-", "-", "-")
 LINES_OF_A_LOG = 20
+# Of schemas/jobs.json, and of schemas/asked.json.
+SCHEMA_VERSION = 1
+SCHEMA_VERSION_OF_ASKED = 1
 
 
 @entrypoint
@@ -47,29 +51,36 @@ def main() -> None:
         help="show only this job, with the end of its log; or only the jobs with WORD in their name, their "
         "script's path or its arguments",
     )
+    add_json(parser, "the jobs, or with --asked what they asked for,")
     options = parser.parse_args()
     if options.code and not options.word:
         parser.error("--code needs the number of a job")
+    if options.code and options.json:
+        parser.error("--json is not for --code, which prints a diff")
     site = read_site()
     if options.code:
         _show_code(site, options.word)
     elif options.asked:
-        _show_what_was_asked(site.jobs_dir)
+        _show_what_was_asked(site.jobs_dir, options.json)
     else:
-        show(site, options.word)
+        show(site, options.word, options.json)
 
 
-def show(site: Site, word: str | None) -> None:
+def show(site: Site, word: str | None, as_json: bool) -> None:
     """Print the jobs, or those that match `word`; of a job that is named by its number also the log's end."""
     jobs = [job for job in job_list.jobs(site) if word is None or job.matches(word)]
     if word and not jobs:
         raise UserError(f"no job of this checkout matches {word}: see all with `python slurm/jobs.py`.")
     named = [job for job in jobs if job.number == word]
+    end_of_log = {job.number: job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:] for job in named if job.log}
+    if as_json:
+        documents = [job.as_json() | {"end_of_log": end_of_log.get(job.number)} for job in named or jobs]
+        json_document.print_document({"schema_version": SCHEMA_VERSION, "jobs": documents})
+        return
     print_table([job_list.TITLES, *(job.cells() for job in named or jobs)])
     for job in named:
         if job.log:
-            end = job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:]
-            print_line("\n".join(["", f"the end of {job.log}:", *end]))
+            print_line("\n".join(["", f"the end of {job.log}:", *end_of_log[job.number]]))
 
 
 def _show_code(site: Site, number: str) -> None:
@@ -102,32 +113,44 @@ def _show_code(site: Site, number: str) -> None:
         print_line("the files of today are the same")
 
 
-def _show_what_was_asked(jobs_dir: Path) -> None:
-    sampled = {path.parent for path in jobs_dir.glob(f"*/{samples.FOLDER}")}
-    rows = [TITLES]
-    # By its length first, so that job 9 comes before job 10.
-    for job in sorted(sampled, key=lambda folder: (len(folder.name), folder.name)):
-        row = _row(job)
-        if row:
-            rows.append(row)
-    print_table(rows)
+def _show_what_was_asked(jobs_dir: Path, as_json: bool) -> None:
+    asked_by_job = _what_was_asked(jobs_dir)
+    if as_json:
+        documents = [
+            {"job": number, "asked": [resource.as_json() for resource in resources]}
+            for number, resources in asked_by_job.items()
+        ]
+        document = {"schema_version": SCHEMA_VERSION_OF_ASKED, "jobs": documents}
+        json_document.print_document(document)
+        return
+    print_table([TITLES, *(_row(number, resources) for number, resources in asked_by_job.items())])
     print_line(f"\nof the jobs in {jobs_dir}; enough: the peak and 20 % more, and what a resume may take.")
     print_line("It is unknown (-) for jobs that still run, and for those that failed.")
     print_line("Jobs without samples, or without Slurm, are left out.")
 
 
-def _row(job: Path) -> tuple[str, ...]:
-    """Return the cells of a job; none if it asked Slurm for nothing, or was not sampled."""
+def _what_was_asked(jobs_dir: Path) -> dict[str, list[ResourceUse]]:
+    """Return what each job asked Slurm for, without jobs that asked for nothing, or were not sampled."""
+    sampled = {path.parent for path in jobs_dir.glob(f"*/{samples.FOLDER}")}
+    asked_by_job = {}
+    # By its length first, so that job 9 comes before job 10.
+    for job in sorted(sampled, key=lambda folder: (len(folder.name), folder.name)):
+        # There may be no samples, or some that cannot be read.
+        with suppress(UserError, OSError):
+            resources = measure_resource_use(SampledJob.read(job / samples.FOLDER))
+            if resources:
+                asked_by_job[job.name] = resources
+    return asked_by_job
+
+
+def _row(number: str, resources: list[ResourceUse]) -> tuple[str, ...]:
+    """Return the cells of a job."""
     cells = {}
-    # There may be no samples, or some that cannot be read.
-    with suppress(UserError, OSError):
-        for resource in measure_resource_use(SampledJob.read(job / samples.FOLDER)):
-            unit = resource.unit
-            enough = "-" if resource.enough is None else f"{resource.enough}{unit}"
-            cells[resource.option] = (f"{resource.asked:g}{unit}", f"{resource.used:.1f}{unit}", enough)
-    if not cells:
-        return ()
-    row = [job.name]
+    for resource in resources:
+        unit = resource.unit
+        enough = "-" if resource.enough is None else f"{resource.enough}{unit}"
+        cells[resource.option] = (f"{resource.asked:g}{unit}", f"{resource.used:.1f}{unit}", enough)
+    row = [number]
     for option in OPTIONS:
         row += cells.get(option, UNKNOWN)
     return tuple(row)

@@ -14,8 +14,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from manygpus import job_folder
-from manygpus.config.command_line import Parser, at_least, given, given_path
+from manygpus import job_folder, json_document
+from manygpus.config.command_line import Parser, add_json, at_least, given, given_path
 from manygpus.errors import UserError, entrypoint, print_line
 from manygpus.files import explained
 from manygpus.jobs import job_log, local_job
@@ -42,7 +42,7 @@ def _do_what_is_asked(own_job: str | None) -> int:
     if command:
         return watch.run_command(command, read_site().jobs_dir / local_job.new_name("monitored"))
     if options.verdict:
-        _print_verdict(options.verdict)
+        _print_verdict(options.verdict, options.json)
     elif options.until:
         _sample_job_here(options.sample, str(options.until))
     else:
@@ -63,16 +63,23 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--most-idle-seconds", metavar="N", type=at_least(0), default=0, help=argparse.SUPPRESS
     )
-    return parser.parse_args(arguments[:end]), command
+    add_json(parser, "the verdict")
+    options = parser.parse_args(arguments[:end])
+    if options.json and not options.verdict:
+        parser.error("--json goes with --verdict")
+    return options, command
 
 
-def _print_verdict(job: str) -> None:
+def _print_verdict(job: str, as_json: bool) -> None:
     # Only here, as they load pandas: a monitor shares the memory of the job.
-    from manygpus.monitor import wording
+    from manygpus.monitor import verdict_file, wording
     from manygpus.monitor.verdict import judge
 
     with explained(f"job {job} cannot be read", "ask its owner for permission to read it."):
         verdict = judge(_find_samples(job))
+    if as_json:
+        json_document.print_document(verdict_file.as_json(verdict))
+        return
     name = job if Path(job).is_dir() else f"job {job}"
     print_line("\n".join(wording.verdict_lines(verdict, name)))
 

@@ -6,14 +6,18 @@ Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,102
 import argparse
 import shlex
 import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from manygpus import json_document
 from manygpus.config.command_line import (
     Parser,
     above_0,
+    add_json,
     at_least,
     given,
     given_path,
@@ -31,7 +35,7 @@ from manygpus.jobs.submit import freezing, submission
 from manygpus.jobs.submit.code_difference import difference
 from manygpus.jobs.submit.freezing import NotFrozenError, named
 from manygpus.jobs.submit.request import read_options
-from manygpus.jobs.sweeps import execution, varied_options
+from manygpus.jobs.sweeps import execution, progress_table, varied_options
 from manygpus.jobs.sweeps.metric import MAXIMIZE, MINIMIZE, metric
 from manygpus.jobs.sweeps.plan import STRONG, Grid, PlannedRun
 from manygpus.jobs.sweeps.sweep import Sweep
@@ -64,6 +68,10 @@ thread each.
 A sweep ends with how many GPUs to ask for (results/how_many_gpus.py)."""
 
 
+# Of schemas/sweep.json.
+SCHEMA_VERSION = 1
+# The state of a run of a dry run that has not finished.
+TO_RUN = "to_run"
 DEFAULT_BATCH_SIZES = (256,)
 # Jobs of Slurm that run at a time. On one machine, runs at a time slow each other down.
 DEFAULT_MAX_JOBS = 4
@@ -91,6 +99,7 @@ OPTIONS_OF_PLAIN_SWEEPS = {
     "time",
     "local",
     "dry_run",
+    "json",
     "out",
     *(name.replace("-", "_") for name in submission.PASSED_ON),
 }
@@ -99,6 +108,15 @@ OPTIONS_OF_PLAIN_SWEEPS = {
 @entrypoint
 def main() -> int:
     own_options, arguments = _parse()
+    with json_document.notes_on_stderr() if own_options.json else nullcontext():
+        exit_code, document = _plan_and_run(own_options, arguments)
+    if own_options.json:
+        json_document.print_document(document)
+    return exit_code
+
+
+def _plan_and_run(own_options: argparse.Namespace, arguments: list[str]) -> tuple[int, dict[str, object]]:
+    """Plan the runs, and run them unless it is a dry run; return the exit code, and the sweep as JSON."""
     is_users_own = bool(own_options.script or own_options.plain)
     if is_users_own:
         stages = (submission.choose_stage(STAGES["ddp"], own_options),)
@@ -117,19 +135,49 @@ def main() -> int:
         _print_runs(planned_sweep, runs)
         _warn_of_shared_files(planned_sweep, runs)
         print_line("\n".join(about_code))
-        return 0
+        documents = [_planned_as_json(planned_sweep, run) for run in runs]
+        return 0, _as_json(planned_sweep, documents, left_out)
     _warn_of_shared_files(planned_sweep, runs)
     if planned_sweep.why_here:
         print_line(f"{planned_sweep.why_here}: {_places(planned_sweep, runs)}, as processes of this machine")
     with planned_sweep.claim(stages[0].words if is_users_own else ()):
         print_line("\n".join(about_code))
         planned_sweep.freeze()
-        return execution.run(
+        exit_code = execution.run(
             planned_sweep,
             runs,
             own_options.max_jobs or DEFAULT_MAX_JOBS,
             report=partial(_report, own_options=own_options),
         )
+    documents = [row.as_json() for row in progress_table.rows(planned_sweep.folder, planned_sweep.metric)]
+    return exit_code, _as_json(planned_sweep, documents, left_out)
+
+
+def _as_json(
+    planned_sweep: Sweep, runs: list[dict[str, object]], left_out: Mapping[str, int]
+) -> dict[str, object]:
+    """Return a sweep with these runs as schemas/sweep.json describes it."""
+    metric_of_sweep = planned_sweep.metric
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "folder": planned_sweep.folder,
+        "metric": {"name": metric_of_sweep.text, "goal": metric_of_sweep.goal} if metric_of_sweep else None,
+        "left_out": [{"reason": reason, "runs": count} for reason, count in left_out.items()],
+        "runs": runs,
+    }
+
+
+def _planned_as_json(planned_sweep: Sweep, run: PlannedRun) -> dict[str, object]:
+    """Return a run of a dry run."""
+    return {
+        "run": run.name,
+        "settings": varied_options.values(run.settings),
+        "gpus": run.shape.gpus,
+        "nodes": run.shape.nodes,
+        "global_batch": run.batch_size,
+        "state": progress_table.FINISHED if planned_sweep.has_finished(run) else TO_RUN,
+        "command": [*run.stage.command, *planned_sweep.script_arguments(run)],
+    }
 
 
 def _places(planned_sweep: Sweep, runs: list[PlannedRun]) -> str:
@@ -482,6 +530,7 @@ def _add_jobs(parser: Parser) -> None:
     submission.add_no_freeze(jobs)
     jobs.add_argument("--local", action="store_true", help="run on this machine, even if there is a Slurm")
     jobs.add_argument("--dry-run", action="store_true", help="print the runs, and submit nothing")
+    add_json(jobs, "the runs, and at the end how they went,")
     jobs.add_argument(
         "--out",
         type=given_path,

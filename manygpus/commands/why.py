@@ -4,7 +4,7 @@ Try: manygpus why 17
 """
 
 from manygpus.commands.jobs import show
-from manygpus.config.command_line import Parser
+from manygpus.config.command_line import Parser, add_json
 from manygpus.errors import entrypoint
 from manygpus.jobs.site import read_site
 
@@ -13,4 +13,6 @@ from manygpus.jobs.site import read_site
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("job", metavar="JOB", help="its number, as squeue and `manygpus jobs` show it")
-    show(read_site(), parser.parse_args().job)
+    add_json(parser, "what is known of the job")
+    options = parser.parse_args()
+    show(read_site(), options.job, options.json)

@@ -26,6 +26,15 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}. See --help.")
 
 
+def add_json(parser: argparse.ArgumentParser, document: str) -> None:
+    """Add `--json`, which prints a document for a program (json_document.py)."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help=f"print {document} as JSON, for a program; notes go to stderr (slurm/README.md)",
+    )
+
+
 def own_program() -> list[str]:
     """Return the words that start this program again, without its arguments."""
     program = sys.argv[0]

@@ -50,6 +50,16 @@ class ResourceUse:
         """Return whether less than what was asked for would have been enough."""
         return self.enough is not None and self.enough < self.asked
 
+    def as_json(self) -> dict[str, object]:
+        """Return it for JSON, with the unit in the name of each number; None for what is unknown."""
+        unit = {MEMORY: "gib", CORES: "cores"}[self.option]
+        return {
+            "option": self.option,
+            f"asked_{unit}": self.asked,
+            f"used_{unit}": self.used,
+            f"enough_{unit}": self.enough,
+        }
+
 
 def measure_resource_use(job: SampledJob) -> list[ResourceUse]:
     """List a node's memory and a task's cores; without those that the job script did not ask for."""

@@ -168,12 +168,12 @@ def _too_much(job: SampledJob, findings: list[Finding]) -> list[ResourceUse]:
 def _devices(job: SampledJob) -> Devices:
     gpu_names = {job.sampled.gpus[gpu]["name"].iloc[-1] for gpu in job.last_gpus}
     # A rank that only waits for the processes that its script has started is no worker.
-    cpu_workers = sum(job.started_processes(rank) for rank in job.last_ranks)
-    cpu_workers += sum(rank not in job.launchers for rank in job.last_ranks)
+    workers = sum(job.started_processes(rank) for rank in job.last_ranks)
+    workers += sum(rank not in job.launchers for rank in job.last_ranks)
     return Devices(
         gpus=len(job.last_gpus),
         gpu_name=gpu_names.pop() if len(gpu_names) == 1 else "",
-        cpu_workers=cpu_workers,
+        cpu_workers=0 if job.last_gpus else workers,
         nodes=len(job.last_nodes),
     )
 

@@ -1,19 +1,24 @@
 """The verdict as JSON, for programs: in the job's folder, and beside the record of each training."""
 
 import json
-import math
-from collections.abc import Mapping
-from enum import Enum
+from dataclasses import asdict
 from pathlib import Path
 
+from manygpus import json_document
 from manygpus.files import replacing
 from manygpus.monitor import samples, wording
-from manygpus.monitor.findings.finding import Finding
-from manygpus.monitor.findings.words import name_locations
-from manygpus.monitor.verdict import Verdict
+from manygpus.monitor.findings.finding import Finding, Location
+from manygpus.monitor.sample_tables import GpuId, RankId
+from manygpus.monitor.verdict import NothingSeen, StartedByScripts, TooShort, Verdict
 from manygpus.record import records
 
-SCHEMA_VERSION = 2
+# Of schemas/verdict.json.
+SCHEMA_VERSION = 3
+KINDS_OF_NOT_JUDGED = {
+    NothingSeen: "nothing_seen",
+    TooShort: "too_short",
+    StartedByScripts: "started_by_scripts",
+}
 
 
 def keep(folder: Path, verdict: Verdict) -> None:
@@ -22,27 +27,30 @@ def keep(folder: Path, verdict: Verdict) -> None:
     Raises:
         OSError: if one of them cannot be written.
     """
-    document = as_json(verdict)
+    document = json_document.plain(as_json(verdict))
     for path in (folder / samples.VERDICT, *map(records.verdict_file, verdict.records)):
         with replacing(path) as file:
             json.dump(document, file, indent=1)
 
 
 def as_json(verdict: Verdict) -> dict[str, object]:
-    """Return the verdict for JSON, with null for what is unknown.
+    """Return the verdict as schemas/verdict.json describes it.
 
     The values of a finding's evidence carry their units in their names; shares are from 0 to 1.
     """
     return {
         "schema_version": SCHEMA_VERSION,
         "findings": [_finding_as_json(finding, verdict.is_plain) for finding in verdict.findings],
-        "unknown": wording.not_judged_sentence(verdict),
-        "seconds": _plain_value(verdict.seconds),
-        "devices": wording.devices_words(verdict.devices),
-        "energy_kwh": _plain_value(verdict.energy_kwh),
+        "not_judged": _not_judged_as_json(verdict),
+        "seconds": verdict.seconds,
+        "devices": asdict(verdict.devices),
+        "energy_kwh": verdict.energy_kwh,
         "notes": wording.all_notes(verdict),
-        "enough": wording.next_request_sentence(verdict.too_much),
-        "still_there": wording.last_ranks_words(verdict),
+        "too_much": [resource.as_json() for resource in verdict.too_much],
+        "last_ranks": {
+            "idle": _locations_as_json(verdict.last_ranks.idle),
+            "at_work": _locations_as_json(verdict.last_ranks.at_work),
+        },
     }
 
 
@@ -50,21 +58,28 @@ def _finding_as_json(finding: Finding, is_plain: bool) -> dict[str, object]:
     return {
         "kind": finding.kind,
         "grade": finding.grade.value,
-        "where": name_locations(finding.locations),
-        "lost_share": _plain_value(finding.lost_share),
-        "evidence": _plain_value(finding.evidence()),
+        "locations": _locations_as_json(finding.locations),
+        "lost_share": finding.lost_share,
+        "evidence": finding.evidence(),
         "sentence": finding.sentence(is_plain),
     }
 
 
-def _plain_value(value: object) -> object:
-    """Return a value as JSON has it, also one of NumPy; None for NaN."""
-    if isinstance(value, Mapping):
-        return {name: _plain_value(part) for name, part in value.items()}
-    if isinstance(value, Enum):
-        return value.name.lower()
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float) and math.isnan(value):
+def _not_judged_as_json(verdict: Verdict) -> dict[str, object] | None:
+    if verdict.not_judged is None:
         return None
-    return value
+    kind = KINDS_OF_NOT_JUDGED[type(verdict.not_judged)]
+    return {"kind": kind, "sentence": wording.not_judged_sentence(verdict)}
+
+
+def _locations_as_json(locations: list[Location]) -> list[dict[str, object]]:
+    """Return the node of each, and the number of the GPU or the rank if it is one."""
+    documents: list[dict[str, object]] = []
+    for location in locations:
+        if isinstance(location, GpuId):
+            documents.append({"node": location.node, "gpu": location.index})
+        elif isinstance(location, RankId):
+            documents.append({"node": location.node, "rank": location.rank})
+        else:
+            documents.append({"node": location})
+    return documents

@@ -16,6 +16,7 @@ import pytest
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
 from conftest import failed
+from json_documents import document
 
 from manygpus.monitor import samples
 
@@ -235,6 +236,11 @@ def test_a_job_on_two_nodes_is_sampled(on_cluster: Checkout) -> None:
     assert re.search(f"^{row}$", listed, re.MULTILINE), listed
     used = on_cluster.python("slurm/jobs.py", "--asked").stdout
     assert re.search(rf"\n{job} +16G +[01]\.\dG +[12]G +2 +\d\.\d +[12]\n", used), used
+    used = document(on_cluster.python("slurm/jobs.py", "--asked", "--json").stdout, "asked")["jobs"]
+    (memory, cores) = next(row["asked"] for row in used if row["job"] == str(job))
+    assert memory["asked_gib"] == 16 and memory["enough_gib"] in (1, 2) and cores["asked_cores"] == 2
+    printed = document(on_cluster.python(MONITOR, "--verdict", job, "--json").stdout, "verdict")
+    assert printed == facts
 
 
 def test_the_monitor_sees_all_gpus_where_each_rank_has_its_own(checkout: Checkout) -> None:

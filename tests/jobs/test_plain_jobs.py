@@ -13,6 +13,7 @@ import pytest
 import traces
 from checkout import SCRIPTS, Checkout, commit_of, own_environment, wait_until
 from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
+from json_documents import document
 from traces import FROM_LOADERS, STARVED, SyntheticJob
 
 from manygpus import job_folder
@@ -395,6 +396,10 @@ def test_its_exit_code_is_that_of_the_job_and_its_output_stays(
     assert f"the end of {kept.log}:" in listed and log.splitlines()[-1] in listed
     row = rf"^{job} +\S+ +.*/train\.py.* failed +\d+ s +0 +.*rank 1"
     assert re.search(row, listed, re.MULTILINE), listed
+    (described,) = document(on_cluster.python("slurm/jobs.py", "--json", str(job)).stdout, "jobs")["jobs"]
+    assert (described["job"], described["state"], described["exit_code"]) == (str(job), "failed", code)
+    assert described["script"] == str(script) and described["arguments"] == [fate]
+    assert re.search(reason, described["note"]) and described["end_of_log"][-1] == log.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from checkout import Checkout, wait_until
 from cluster import running_cluster
 from conftest import failed, succeeded
+from json_documents import document
 
 # Without PyTorch. It takes up what another run has saved where it saves.
 SCRIPT = """
@@ -54,15 +56,15 @@ def rows(sweep: Path) -> dict[str, dict[str, str]]:
 def test_an_option_of_a_script_is_varied_and_the_table_tells_how_its_runs_ended(checkout: Checkout) -> None:
     script, sweep = write(checkout), checkout.folder / "a sweep"
 
-    def swept(lrs: str) -> str:
-        options = ("--local", "--out", sweep, "--gpus", 1, "--batch-size", 8, "--vary", f"lr={lrs}")
+    def swept(lrs: str, *more: str) -> subprocess.CompletedProcess:
+        options = (*more, "--local", "--out", sweep, "--gpus", 1, "--batch-size", 8, "--vary", f"lr={lrs}")
         options += ("--metric", "val loss", "--goal", "minimize")
         theirs = ("--batch_size", "{batch/gpus}", "--dir", "{folder}")
         done = checkout.python("slurm/sweep.py", *options, "--plain", script, *theirs, cwd=script.parent)
         assert done.returncode == ("9" in lrs), done.stdout + done.stderr
-        return done.stdout
+        return done
 
-    printed = swept("0.4,8,9")
+    printed = swept("0.4,8,9").stdout
     assert re.search("^train-1gpu-batch8-lr9-r1 +9 .*lr is too large$", printed, re.MULTILINE), printed
     assert "no run has written a record" in printed
     by_run = rows(sweep)
@@ -74,7 +76,13 @@ def test_an_option_of_a_script_is_varied_and_the_table_tells_how_its_runs_ended(
     }
     assert all(float(row["seconds"]) > 0 and row["batch"] == "8" for row in by_run.values())
     # It resumes: other values add runs, and what has finished is not run again. The lowest loss comes first.
-    assert "2 runs, 1 of them finished" in swept("0.2,0.4")
+    again = swept("0.2,0.4", "--json")
+    assert "2 runs, 1 of them finished" in again.stderr
+    best, *_, worst = document(again.stdout, "sweep")["runs"]
+    assert (best["settings"], best["metric"], best["state"]) == ({"lr": "0.2"}, 0.025, "finished")
+    assert (worst["metric"], worst["state"]) == (None, "failed")
+    jobs = document(checkout.python("slurm/jobs.py", "--json").stdout, "jobs")["jobs"]
+    assert [job["state"] for job in jobs if job["log"] == worst["log"]] == ["failed"]
     ranked = [(row["lr"], row["metric"]) for row in rows(sweep).values()]
     assert ranked[:2] == [("0.2", "0.025"), ("0.4", "0.05")] and {*ranked[2:]} == {("8", ""), ("9", "")}
     logs = [log.read_text() for log in sweep.glob("*/job/*_0_log.out")]
@@ -131,8 +139,9 @@ def test_there_is_one_run_for_each_value(checkout: Checkout) -> None:
     """On one GPU without --gpus, and whole if it has commas, or is a flag."""
     script = write(checkout)
     options = ("--local", "--dry-run", "--vary", "betas=[0.9,0.95],[0.9,0.999]", "--vary", "flag=--use-ema,")
-    done = succeeded(checkout.python("slurm/sweep.py", *options, "--plain", script, "o={betas}", "{flag}"))
-    commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("    python")]
+    arguments = (*options, "--json", "--plain", script, "o={betas}", "{flag}")
+    done = succeeded(checkout.python("slurm/sweep.py", *arguments))
+    commands = [run["command"] for run in document(done.stdout, "sweep")["runs"]]
     values = ("o=[0.9,0.95]", "o=[0.9,0.999]")
     expected = [[value, *flag] for value in values for flag in (["--use-ema"], [])]
     assert commands == [["python", str(script), *words] for words in expected]

@@ -1,6 +1,5 @@
 """When Slurm would start a job: what a dry run and how_many_gpus.py say of the queue."""
 
-import json
 import re
 import time
 from datetime import datetime, timedelta
@@ -10,6 +9,7 @@ import pytest
 from checkout import Checkout
 from cluster import running_cluster
 from conftest import REPOSITORY, succeeded
+from json_documents import document
 
 pytestmark = pytest.mark.full
 
@@ -21,7 +21,8 @@ PRECISION = timedelta(minutes=2)
 def queue(checkout: Checkout, *options: object) -> list[dict]:
     """What how_many_gpus.py says of the queue."""
     asked = (RUNS, "--target", 94, "--batch-size", 128, "--json", *options)
-    return json.loads(succeeded(checkout.python("results/how_many_gpus.py", *asked)).stdout)["queue"]
+    done = succeeded(checkout.python("results/how_many_gpus.py", *asked))
+    return document(done.stdout, "how_many")["queue"]
 
 
 def test_the_start_and_the_result_behind_a_job(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ENVIRONMENT, REPOSITORY, succeeded
 from forking import Forking
+from json_documents import document
 from test_comparison import ddp, unpadded, write_run
 
 from manygpus.record import records
@@ -30,7 +31,7 @@ def asked(forking: Forking) -> Asked:
 
 @pytest.fixture
 def answered(asked: Asked) -> Callable[..., dict]:
-    return lambda *arguments: json.loads(asked(*arguments, "--json").stdout)
+    return lambda *arguments: document(asked(*arguments, "--json").stdout, "how_many")
 
 
 def step_seconds(devices: int, batch: int) -> float:
@@ -63,7 +64,7 @@ def test_recorded_runs(asked: Asked, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"how_many_gpus.md", "how_many_cost.png"}
     assert (tmp_path / "how_many_cost.png").stat().st_size > 10_000
 
-    answer = json.loads(asked(*arguments, "--json").stdout)
+    answer = document(asked(*arguments, "--json").stdout, "how_many")
     printed, best = done.stdout.replace("\n   ", ""), answer["best"]
     assert [best[name] for name in ("stage", "devices", "nodes", "global_batch")] == ["ddp", 2, 1, 128]
     assert best["basis"] == "measured" and best in answer["options"]

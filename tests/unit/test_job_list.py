@@ -34,7 +34,11 @@ def folder(tmp_path: Path) -> Path:
     job_folder.keep_script(tmp_path, Script("/home/me/train.py", ["--lr", "0.1"]))
     sampled = tmp_path / samples.FOLDER
     sampled.mkdir()
-    findings = {"findings": [{"kind": "waiting", "sentence": text} for text in (SENTENCE, "another")]}
+    findings = {
+        "findings": [
+            {"kind": "waiting", "lost_share": 0.5, "sentence": text} for text in (SENTENCE, "another")
+        ]
+    }
     (sampled / samples.VERDICT).write_text(json.dumps(findings))
     return tmp_path
 
@@ -60,7 +64,7 @@ def test_a_job_of_slurm(
     outcome: Outcome | None, status: JobStatus | None, state: str, note: str, folder: Path
 ) -> None:
     row = job_list.of_folder("7", folder, outcome, status)
-    assert (row.number, row.script, row.state) == ("7", "me/train.py --lr 0.1", state)
+    assert (row.number, row.shown_script, row.state) == ("7", "me/train.py --lr 0.1", state)
     assert note in row.note and bool(note) == bool(row.note)
     if outcome:
         assert row.cells()[4:6] == ("2 min", "1")
@@ -120,10 +124,11 @@ def test_a_job_of_an_earlier_kit_or_with_many_arguments_has_a_row(folder: Path) 
     arguments = ["--words", "a\nb", *["more"] * 20, "--seed", "17"]
     job_folder.keep_script(folder, Script("/home/me/train.py", arguments))
     row = job_list.of_folder("7", folder, WELL, None)
-    assert row.script.startswith("me/train.py --words 'a\\nb' ") and row.script.endswith("more --seed 17")
-    assert len(row.script) == job_list.MOST_OF_A_SCRIPT
+    assert row.shown_script.startswith("me/train.py --words 'a\\nb' ")
+    assert row.shown_script.endswith("more --seed 17")
+    assert len(row.shown_script) == job_list.MOST_OF_A_SCRIPT
     (folder / job_folder.SCRIPT).unlink()
-    assert job_list.of_folder("7", folder, WELL, None).script == "-"
+    assert job_list.of_folder("7", folder, WELL, None).shown_script == "-"
 
 
 def test_what_another_machine_knows_of_its_processes_is_not_guessed(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import traces
-from sampled_jobs import MakeJob
+from json_documents import document
+from sampled_jobs import MakeJob, has_asked
 from traces import FROM_LOADERS, FULL, STARVED, SYNTHETIC, UNUSED, folder_of
 
-from manygpus import job_folder
+from manygpus import job_folder, json_document
 from manygpus.monitor import samples, verdict_file, wording
 from manygpus.monitor.verdict import judge
 from manygpus.record import records
@@ -16,15 +17,18 @@ from manygpus.record import records
 
 def test_the_verdict_is_kept_as_json(make_job: MakeJob) -> None:
     folder = make_job([STARVED, STARVED, UNUSED], ranks=2, facts=FROM_LOADERS)
+    has_asked(folder, "8 2 61440 1")
     verdict = judge(folder)
     verdict_file.keep(folder, verdict)
-    kept = json.loads((folder / samples.VERDICT).read_text())
-    assert kept["schema_version"] == verdict_file.SCHEMA_VERSION
-    assert kept["devices"] == f"3 x {traces.GPU_NAME}"
+    kept = document((folder / samples.VERDICT).read_text(), "verdict")
+    assert kept["devices"] == {"gpus": 3, "gpu_name": traces.GPU_NAME, "cpu_workers": 0, "nodes": 1}
+    assert "--mem" in [resource["option"] for resource in kept["too_much"]]
     assert kept["energy_kwh"] == verdict.energy_kwh
     waiting, unused = kept["findings"]
     assert (waiting["kind"], waiting["grade"]) == ("waiting_for_loader", "waste")
     assert waiting["evidence"]["loader_workers"] == 2 and waiting["evidence"]["is_resident"] is False
+    assert [rank["rank"] for rank in waiting["locations"]] == [0, 1]
+    assert [set(gpu) for gpu in unused["locations"]] == [{"node", "gpu"}]
     assert unused["evidence"] == {"gpus": 1, "used_gpus": 2}
     assert waiting["sentence"] == wording.sentences(verdict)[0]
     (run,) = samples.runs(folder)
@@ -35,8 +39,8 @@ def test_the_verdict_is_kept_as_json(make_job: MakeJob) -> None:
 def test_every_evidence_can_be_kept(name: str) -> None:
     """As JSON, in which there is no NaN."""
     verdict = judge(folder_of(name))
-    text = json.dumps(verdict_file.as_json(verdict), allow_nan=False)
-    assert [finding["kind"] for finding in json.loads(text)["findings"]] == [
+    text = json.dumps(json_document.plain(verdict_file.as_json(verdict)), allow_nan=False)
+    assert [finding["kind"] for finding in document(text, "verdict")["findings"]] == [
         finding.kind for finding in verdict.findings
     ]
 

@@ -23,6 +23,8 @@ from manygpus.jobs.sweeps.plan import PlannedRun
 RUN, TABLE = "run.json", "sweep.csv"
 # Columns of the table: what a run asks for, and the number by which runs are compared.
 SHAPE, METRIC = ("gpus", "nodes", "batch"), "metric"
+# The states of a run that was sent.
+FINISHED, FAILED = "finished", "failed"
 # Of the last line of a log, in characters: the whole is in the CSV.
 MOST_OF_A_LINE = 60
 
@@ -40,6 +42,45 @@ class Ended:
     seconds: float | None
     exit_code: int | None
     last_line: str
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A row of the table: what a run is, and how it has ended.
+
+    Attributes:
+        settings: what it varies besides GPUs and batch size.
+        batch: the global batch size; None if it is given none.
+        metric: the number by which runs are compared; None if it has none.
+        has_finished: whether it ended without an error, and has nothing left to do.
+        log: the path of its job's log.
+    """
+
+    run: str
+    settings: dict[str, str]
+    gpus: int
+    nodes: int
+    batch: int | None
+    metric: float | None
+    has_finished: bool
+    end: Ended
+    log: Path
+
+    def as_json(self) -> dict[str, object]:
+        """Return the row as schemas/sweep.json describes it."""
+        return {
+            "run": self.run,
+            "settings": self.settings,
+            "gpus": self.gpus,
+            "nodes": self.nodes,
+            "global_batch": self.batch,
+            "state": FINISHED if self.has_finished else FAILED,
+            METRIC: self.metric,
+            "seconds": self.end.seconds,
+            "exit_code": self.end.exit_code,
+            "last_line": self.end.last_line,
+            "log": self.log,
+        }
 
 
 def describe(folder: Path, run: PlannedRun) -> None:
@@ -111,22 +152,42 @@ def _read(folder: Path) -> dict:
     return json.loads((folder / RUN).read_text(encoding="utf-8"))
 
 
-def write(sweep: Path, metric: Metric | None = None) -> list[tuple[str, ...]]:
-    """Write a row for each run that was sent to the CSV of a sweep; return them as text, the titles first.
+def rows(sweep: Path, metric: Metric | None = None) -> list[RunRow]:
+    """Return a row for each run that was sent, from few GPUs to many.
 
     With a metric, the best run comes first, and those that failed come last, whatever they had reached.
     """
-    runs = [_read(path.parent) for path in sweep.glob(f"*/{RUN}") if not frozen_code.is_copy(path.parent)]
-    runs.sort(key=lambda run: (run["gpus"], run["batch"] or 0, run["run"]))
-    names = list(dict.fromkeys(name for run in runs for name in run["settings"]))
+    folders = [path.parent for path in sweep.glob(f"*/{RUN}") if not frozen_code.is_copy(path.parent)]
+    runs = [_row(sweep, folder, metric) for folder in folders]
+    runs.sort(key=lambda row: (row.gpus, row.batch or 0, row.run))
     if metric:
-        for run in runs:
-            folder = sweep / run["run"]
-            run[METRIC] = metric.of_run(sweep, run["run"], (folder / LOG).resolve())
-        runs.sort(key=lambda run: (not has_finished(sweep / run["run"]), metric.sort_key(run[METRIC])))
+        runs.sort(key=lambda row: (not row.has_finished, metric.sort_key(row.metric)))
+    return runs
+
+
+def _row(sweep: Path, folder: Path, metric: Metric | None) -> RunRow:
+    run = _read(folder)
+    log = (folder / LOG).resolve()
+    return RunRow(
+        run=run["run"],
+        settings=run["settings"],
+        gpus=run["gpus"],
+        nodes=run["nodes"],
+        batch=run["batch"],
+        metric=metric.of_run(sweep, run["run"], log) if metric else None,
+        has_finished=has_finished(folder),
+        end=_ended(folder),
+        log=log,
+    )
+
+
+def write(sweep: Path, metric: Metric | None = None) -> list[tuple[str, ...]]:
+    """Write `rows` to the CSV of a sweep; return them as text, the titles first."""
+    runs = rows(sweep, metric)
+    names = list(dict.fromkeys(name for row in runs for name in row.settings))
     of_metric = (METRIC,) if metric else ()
     titles = ("run", *names, *SHAPE, *of_metric, "state", "seconds", "exit_code", "last_line")
-    table = [_cells(run, sweep / run["run"], names, (*SHAPE, *of_metric)) for run in runs]
+    table = [_cells(row, names, has_metric=metric is not None) for row in runs]
     with replacing(sweep / TABLE) as file:
         csv.writer(file, lineterminator="\n").writerows([titles, *table])
     shown = [titles]
@@ -138,9 +199,11 @@ def write(sweep: Path, metric: Metric | None = None) -> list[tuple[str, ...]]:
     return shown
 
 
-def _cells(run: dict, folder: Path, names: Sequence[str], facts: Sequence[str]) -> tuple[str, ...]:
-    varied = [run["settings"].get(name) for name in names]
-    state = "finished" if has_finished(folder) else "failed"
-    end = _ended(folder)
-    cells = (run["run"], *varied, *(run[name] for name in facts), state, end.seconds, end.exit_code)
-    return (*("" if cell is None else str(cell) for cell in cells), end.last_line)
+def _cells(row: RunRow, names: Sequence[str], has_metric: bool) -> tuple[str, ...]:
+    varied = [row.settings.get(name) for name in names]
+    numbers = [row.gpus, row.nodes, row.batch]
+    if has_metric:
+        numbers.append(row.metric)
+    state = FINISHED if row.has_finished else FAILED
+    cells = (row.run, *varied, *numbers, state, row.end.seconds, row.end.exit_code)
+    return (*("" if cell is None else str(cell) for cell in cells), row.end.last_line)

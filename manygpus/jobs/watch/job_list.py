@@ -32,45 +32,86 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True)
 class JobRow:
-    """A row of the list.
+    """A job of the list.
 
     Attributes:
         number: the job's number, as squeue and scancel take it; on this machine without Slurm, that of the
             process that controls its ranks.
         name: the job's name in Slurm.
-        script: what it runs, with the name of its folder; in a sweep the name of its run, as the arguments of
-            its runs may begin alike.
+        script: what it runs; None if it has not kept that, or has not begun.
         state: queued, running, done, stopped (it has saved, and does not come back by itself), failed, or
             unknown, while Slurm does not answer.
         seconds: how long it ran, over all its starts; None if that is not known.
         restarts: how often it has started before, from the queue or again in its nodes.
         note: why it waits, has failed or has started again in its nodes, else the first finding of the
             verdict.
-        words: what `matches` looks in besides: the paths of its script and its folder, and its arguments.
+        sent_from: of a job that has not begun, the folder in which it was sent, and its job script.
         log: the path of its log; "" if that is not known.
         frozen_in: the folder with the copy of the code that it runs; "" if it runs no copy.
+        outcome: how its last start has ended; None if it has left none, as on this machine without Slurm.
+        findings: what its verdict has found, the worst first, as monitor/verdict_file.py keeps it.
     """
 
     number: str
     name: str
-    script: str
+    script: Script | None
     state: str
     seconds: float | None = None
     restarts: int = 0
     note: str = ""
-    words: str = ""
+    sent_from: tuple[str, ...] = ()
     log: str = ""
     frozen_in: str = ""
+    outcome: Outcome | None = None
+    findings: Sequence[dict[str, object]] = ()
 
     def matches(self, word: str) -> bool:
         """Return whether this is the job with that number, or has the word in its name or in what it runs."""
-        return self.number == word or any(word in text for text in (self.name, self.script, self.words))
+        texts = [self.name, self.shown_script, *self.sent_from]
+        if self.script:
+            texts.append(shlex.join([self.script.path, *self.script.arguments]))
+        return self.number == word or any(word in text for text in texts)
+
+    @property
+    def shown_script(self) -> str:
+        """Return the script with the name of its folder, and the arguments that fit into a row.
+
+        In a sweep it is the name of its run, as the arguments of its runs may begin alike.
+        """
+        return _script_words(self.script) if self.script else UNKNOWN
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, in the order of `TITLES`."""
         duration = UNKNOWN if self.seconds is None else _duration(self.seconds)
         name = self.name or UNKNOWN
-        return (self.number, name, self.script, self.state, duration, str(self.restarts), self.note)
+        return (self.number, name, self.shown_script, self.state, duration, str(self.restarts), self.note)
+
+    def as_json(self) -> dict[str, object]:
+        """Return what is known of the job, as schemas/jobs.json describes it; None for what is not."""
+        script = self.script
+        outcome = self.outcome
+        return {
+            "job": self.number,
+            "name": self.name or None,
+            "state": self.state,
+            "note": self.note or None,
+            "script": script.path if script else None,
+            "module": script.module or None if script else None,
+            "arguments": script.arguments if script else None,
+            "sweep_run": script.run_name or None if script else None,
+            "commit": script.commit or None if script else None,
+            "seconds": self.seconds,
+            "restarts": self.restarts,
+            "exit_code": outcome.exit_code if outcome else None,
+            "failed_rank": outcome.failed_rank if outcome else None,
+            "saved_in": outcome.saved if outcome else None,
+            "findings": [
+                {name: finding[name] for name in ("kind", "lost_share", "sentence")}
+                for finding in self.findings
+            ],
+            "log": self.log or None,
+            "frozen_in": self.frozen_in or None,
+        }
 
 
 def jobs(site: Site) -> list[JobRow]:
@@ -109,6 +150,7 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     restarts = max(status.restarts if status else 0, outcome.restart if outcome else 0)
     restarts += last_outcome.restarts_in_job if last_outcome else 0
     seconds = outcome.seconds if outcome else None
+    findings = samples.read_findings(folder / samples.FOLDER)
     if not is_over and state_in_slurm in slurm.QUEUED:
         state, note = "queued", status.reason
     elif not is_over:
@@ -118,7 +160,7 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
             seconds += last_outcome.seconds
             note = f"again after: {last_outcome.why[0]}" if last_outcome.starts_again else ""
     elif outcome and outcome.well:
-        state, note = "done", _verdict(folder)
+        state, note = "done", _verdict(folder, findings)
     elif outcome is None and state_in_slurm == slurm.UNKNOWN:
         state, note = "unknown", status.reason
     elif outcome and outcome.saved is not None and not outcome.why:
@@ -126,37 +168,18 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     else:
         state, note = "failed", _why(folder, outcome, state_in_slurm)
     script = job_folder.read_script(folder)
-    shown_number = script.number_in_slurm(number) if script else number
-    return _row(shown_number, script, state, seconds=seconds, restarts=restarts, note=note)
-
-
-def _row(
-    number: str,
-    script: Script | None,
-    state: str,
-    *,
-    seconds: float | None,
-    note: str,
-    restarts: int = 0,
-    log: str = "",
-) -> JobRow:
-    """Return the row of a job that has begun.
-
-    Args:
-        script: what the job has kept of what it runs; None if there is nothing.
-        log: the path of its log; by default the one that the script names.
-    """
     return JobRow(
-        number=number,
+        number=script.number_in_slurm(number) if script else number,
         name=script.job_name if script else "",
-        script=_script_words(script) if script else UNKNOWN,
+        script=script,
         state=state,
         seconds=seconds,
         restarts=restarts,
         note=note,
-        words=shlex.join([script.path, *script.arguments]) if script else "",
-        log=log or (script.log if script else ""),
+        log=script.log if script else "",
         frozen_in=script.frozen_in if script else "",
+        outcome=outcome,
+        findings=findings,
     )
 
 
@@ -168,6 +191,7 @@ def _of_this_machine(number: str, folder: Path) -> JobRow:
     log = job_log.of_rank(folder, number)
     failed = job_folder.notes(folder, "failed")
     ended = job_folder.notes(folder, "failed", "finished", "lost")
+    findings = samples.read_findings(folder / samples.FOLDER)
     if not local_job.has_ended(number, folder):
         state, note, until = "running", "", time.time()
     elif nodes - {launchers.node()}:
@@ -176,15 +200,25 @@ def _of_this_machine(number: str, folder: Path) -> JobRow:
     else:
         times = [note.stat().st_mtime for note in ended.values()]
         until = max(times, default=None)
-        state, note = "done", _verdict(folder)
+        state, note = "done", _verdict(folder, findings)
         if (folder / job_folder.STOPPED).exists():
             state, note = "stopped", f"its checkpoints are in {job_folder.stopped(folder)}"
         elif failed or not ended:
             state = "failed"
             reasons = Evidence(folder, job_log.read(log)).reasons()
             note = reasons[0].text if reasons else ""
-    seconds = None if until is None else until - began
-    return _row(number, job_folder.read_script(folder), state, seconds=seconds, note=note, log=str(log))
+    script = job_folder.read_script(folder)
+    return JobRow(
+        number=number,
+        name=script.job_name if script else "",
+        script=script,
+        state=state,
+        seconds=None if until is None else until - began,
+        note=note,
+        log=str(log),
+        frozen_in=script.frozen_in if script else "",
+        findings=findings,
+    )
 
 
 def _why(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:
@@ -195,9 +229,8 @@ def _why(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:
     return f"exit code {outcome.exit_code}" if outcome else "it ended before it could say why"
 
 
-def _verdict(folder: Path) -> str:
-    """Return the first sentence of the verdict on a job; "" if it has none."""
-    findings = samples.read_findings(folder / samples.FOLDER)
+def _verdict(folder: Path, findings: Sequence[dict[str, object]]) -> str:
+    """Return the first sentence of the verdict on a job, which has these findings; "" if it has none."""
     if findings:
         return str(findings[0]["sentence"])
     verdict_lines = job_folder.read(folder / samples.FOLDER / samples.TOLD)
@@ -249,10 +282,10 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[JobRow]:
             row = JobRow(
                 shown_as,
                 name,
-                UNKNOWN,
+                None,
                 "queued" if is_queued else "running",
                 note=reason if is_queued else "",
-                words=f"{folder} {script}",
+                sent_from=(folder, script),
                 frozen_in=str(code.folder) if code else "",
             )
             waiting.append(row)
