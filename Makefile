@@ -26,7 +26,8 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help learn compare sweep test test-all test-lowest test-middle data bench lessons site cluster-up cluster-down clean
+.PHONY: help learn compare sweep test test-all test-lowest test-middle constraints data bench lessons site cluster-up \
+  cluster-down clean
 
 help:
 	@echo "make learn     first steps: checks this machine, lists the core exercises, names the next one"
@@ -69,6 +70,12 @@ test-lowest test-middle:
 	@$(VENV)-$@/bin/python -m pip install --quiet uv
 	@$(VENV)-$@/bin/uv pip install --python $(VENV)-$@/bin/python $(VERSIONS) --editable '.[test]'
 	@$(VENV)-$@/bin/python -m pytest $(ARGS)
+
+# The newest version of every package, for all releases of Python: what CI installs (.ci/run).
+constraints: $(VENV)/ready
+	@$(RUN) -m pip install --quiet uv
+	@UV_CUSTOM_COMPILE_COMMAND="make constraints" $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 \
+	  --all-extras --upgrade --no-annotate pyproject.toml --output-file constraints.txt $(ARGS)
 
 data: $(VENV)/ready
 	@$(RUN) -m manygpus.data.datasets $(ARGS)

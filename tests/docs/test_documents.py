@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
@@ -22,6 +23,8 @@ import pytest
 import torch
 from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
 from forking import Forking
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from pictures import comparison_figures, recording
 from setuptools.config.pyprojecttoml import load_file
 from test_packages import imports
@@ -75,6 +78,28 @@ def test_conda_installs_what_make_installs() -> None:
     assert f"python>={lowest}" in conda
     listed = [line.strip("- ") for line in conda.splitlines() if line.startswith("  - ")]
     assert [name.split(">")[0] for name in listed] == ["conda-forge", "python", "pip", "pip:"]
+
+
+def test_each_package_has_a_version_for_all_who_want_the_same() -> None:
+    """Of what pyproject.toml allows, for each release of Python; from whichever index."""
+    project = load_file(REPOSITORY / "pyproject.toml")["project"]
+    pins = (REPOSITORY / "constraints.txt").read_text()
+    assert "://" not in pins
+    pinned = [Requirement(line) for line in pins.splitlines() if not line.startswith("#")]
+    declared = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    for requirement in map(Requirement, declared):
+        if requirement.name == project["name"]:
+            continue
+        for release in ("3.10", "3.11", "3.12", "3.13", "3.14"):
+            here = {"python_version": release, "python_full_version": f"{release}.0", "sys_platform": "linux"}
+            versions = [
+                next(iter(pin.specifier)).version
+                for pin in pinned
+                if canonicalize_name(pin.name) == canonicalize_name(requirement.name)
+                and (pin.marker is None or pin.marker.evaluate(here))
+            ]
+            assert len(versions) == 1, (requirement, release, "run `make constraints`")
+            assert requirement.specifier.contains(versions[0]), (requirement, "run `make constraints`")
 
 
 @pytest.mark.parametrize(
