@@ -1,5 +1,6 @@
 """The papers of the repository: workflows and citation are valid, and a version is released whole or not."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import release
 import yaml
 from conftest import REPOSITORY, ran, succeeded
 
+MAKEFILE = REPOSITORY / "Makefile"
 WORKFLOWS = lessons.files(".github/workflows/*.yml")
 
 
@@ -30,7 +32,7 @@ def test_it_follows_its_schema(schema: list[str], files: list[Path]) -> None:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_what_a_workflow_calls_is_there(workflow: Path) -> None:
-    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", MAKEFILE.read_text(), re.MULTILINE)
     jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
     commands = [step["run"].split() for job in jobs for step in job["steps"] if "run" in step]
     for program, *words in commands:
@@ -38,6 +40,15 @@ def test_what_a_workflow_calls_is_there(workflow: Path) -> None:
             assert words[0] in targets
         elif program == "python" and words[0] != "-m":
             assert (REPOSITORY / words[0]).is_file()
+
+
+def test_what_a_container_of_a_learner_calls_is_there() -> None:
+    text = (REPOSITORY / ".devcontainer" / "devcontainer.json").read_text()
+    container = json.loads(re.sub(r"^ *//.*$", "", text, flags=re.MULTILINE))
+    commands = [value.split() for name, value in container.items() if name.endswith("Command")]
+    assert len(commands) >= 2
+    for program, target in commands:
+        assert program == "make" and re.search(rf"^{target}:", MAKEFILE.read_text(), re.MULTILINE)
 
 
 def test_all_places_state_one_version() -> None:
