@@ -1,11 +1,14 @@
 """The site, made by Sphinx of the READMEs as they are: `make site`.
 
-What differs from the pages on GitHub: a table of contents (`CONTENTS`), a search, and the slides. Links are
+What differs from the pages on GitHub: a table of contents (`CONTENTS`), a search, the slides, and a list for
+programs (llms.txt). Links are
 followed as GitHub follows them: that to a folder leads to its README. What is no page of the site, such as a
 script, stays in the repository.
 """
 
+import importlib.metadata
 import json
+import os
 import posixpath
 import re
 import shutil
@@ -19,6 +22,7 @@ from sphinx.application import Sphinx
 from sphinx.util.matching import patfilter
 
 sys.path.insert(0, str(Path(__file__).parent))
+import llms
 import slides
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -30,7 +34,7 @@ CONTENTS = {
         "The course": ["01_singlegpu/README", "02_multigpu_dp/README", "03_multigpu_ddp/README"],
         "Your own jobs": ["YOUR_TRAINING", "slurm/README", "results/README"],
         "For instructors": ["INSTRUCTORS"],
-        "Reference": ["GLOSSARY", "03_multigpu_ddp/DOS_AND_DONTS", "manygpus/README"],
+        "Reference": ["GLOSSARY", "03_multigpu_ddp/DOS_AND_DONTS", "manygpus/README", "ALTERNATIVES"],
         "Contributing": ["CONTRIBUTING", "*"],
     },
     "01_singlegpu/README": {"": ["FAST", "*", "exercises/README"]},
@@ -70,19 +74,38 @@ def _pages() -> list[str]:
     return [name for name in files if not name.startswith("results/sample/") or name.endswith("/README.md")]
 
 
-def _address(path: Path) -> str:
-    """Where a file or folder of the repository is: at the remote of this clone, or on this disk."""
+def _repository() -> str:
+    """The address of the repository, of which this clone knows it; "" if it is of none."""
     host = r"(?:https://(?:[^/@]*@)?|ssh://git@|git@)([^/:]+)[/:]"
     remote = re.fullmatch(rf"{host}(.+?)(?:\.git)?", _git("remote", "get-url", "origin"))
-    if not remote:
+    return f"https://{remote[1]}/{remote[2]}" if remote else ""
+
+
+def _address(path: Path) -> str:
+    """Where a file or folder of the repository is: at the remote of this clone, or on this disk."""
+    if not _repository():
         return path.as_uri()
     kind = "tree" if path.is_dir() else "blob"
-    return f"https://{remote[1]}/{remote[2]}/{kind}/HEAD/{path.relative_to(REPOSITORY)}"
+    return f"{_repository()}/{kind}/HEAD/{path.relative_to(REPOSITORY)}"
+
+
+def _last_changes() -> dict[str, str]:
+    """The day of the last commit that changed each file, by its path in the repository."""
+    changes: dict[str, str] = {}
+    for commit in _git("log", "--format=%x00%cs", "--name-only").split("\0"):
+        day, *names = commit.split("\n")
+        for name in filter(None, names):
+            changes.setdefault(name, day)
+    return changes
 
 
 project = "From one GPU to many"
-html_title = project
-copyright = "the manygpus contributors, MIT license"
+release = importlib.metadata.version("manygpus")
+html_title = f"{project} {release}"
+copyright = "the manygpus contributors, CC BY 4.0; code: MIT license"
+# Where the site is published; the workflow that publishes it knows that.
+published_at = os.environ.get("PAGES_ADDRESS", "").rstrip("/")
+html_baseurl = f"{published_at}/" if published_at else ""
 root_doc = "README"
 include_patterns = _pages()
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}
@@ -93,6 +116,8 @@ smartquotes = False
 # A block without a language is the output of a command.
 highlight_language = "text"
 html_theme = "furo"
+# The link that edits a page.
+html_theme_options = {"source_repository": _repository(), "source_branch": "main"} if _repository() else {}
 templates_path = ["."]
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
@@ -151,6 +176,30 @@ def _follow_links(app: Sphinx, page: nodes.document) -> None:
             link.replace_self(nodes.reference("", "", *link.children, refuri=_address(path)))
 
 
+LAST_CHANGES = _last_changes()
+
+
+def _tell_page(app: Sphinx, page: str, template: str, context: dict, doctree: object) -> None:
+    """Give a page the day of its last change, and one address, where a README has also that of its folder."""
+    if page in app.env.found_docs:
+        name = app.env.doc2path(page).relative_to(REPOSITORY)
+        context["last_updated"] = LAST_CHANGES.get(str(name))
+    if context.get("pageurl"):
+        context["pageurl"] = re.sub(r"README\.html$", "", context["pageurl"])
+
+
+def _list_for_programs(app: Sphinx, error: Exception | None) -> None:
+    if not error:
+        root = app.config.root_doc
+        contents = {
+            caption: [
+                _docname(root, page).lstrip("/") for entry in entries for page in _expanded(app, root, entry)
+            ]
+            for caption, entries in CONTENTS[root].items()
+        }
+        llms.write(app, contents)
+
+
 def _open_folders(app: Sphinx, error: Exception | None) -> None:
     """Let the address of a folder show its README, as on GitHub."""
     for page in Path(app.outdir).rglob("README.html"):
@@ -162,4 +211,6 @@ def setup(app: Sphinx) -> None:
     # Before Sphinx collects the files to copy.
     app.connect("doctree-read", _follow_links, priority=100)
     app.connect("html-collect-pages", slides.pages)
+    app.connect("html-page-context", _tell_page)
+    app.connect("build-finished", _list_for_programs)
     app.connect("build-finished", _open_folders)

@@ -1,6 +1,7 @@
 """`make site`: every page is there, with its links, and a link that leads nowhere ends the build."""
 
 import base64
+import os
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ from urllib.parse import unquote
 
 import lessons
 import pytest
+import release
 from conftest import REPOSITORY, ran, succeeded
 
 pytestmark = pytest.mark.full
@@ -20,6 +22,8 @@ PAGES = [
     if "sample" not in page.parts or page.name == "README.md"
 ]
 ADDRESS = "https://github.com/somebody/course"
+PUBLISHED = "https://somebody.github.io/course/"
+CHANGED = "2026-01-02"
 
 
 class Page(HTMLParser):
@@ -30,6 +34,7 @@ class Page(HTMLParser):
         self.addresses: list[str] = []
         self.images: list[dict[str, str]] = []
         self.names: set[str] = set()
+        self.canonical = ""
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str]]) -> None:
@@ -37,6 +42,8 @@ class Page(HTMLParser):
         self.names.add(attributes.get("id"))
         if tag == "a":
             self.addresses.append(attributes.get("href", ""))
+        if tag == "link" and attributes.get("rel") == "canonical":
+            self.canonical = attributes["href"]
         if tag == "img":
             self.images.append(attributes)
 
@@ -51,9 +58,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(path, copied)
     succeeded(ran("git", "init", "--quiet", cwd=folder))
     succeeded(ran("git", "remote", "add", "origin", f"{ADDRESS}.git", cwd=folder))
+    succeeded(ran("git", "add", ".", cwd=folder))
+    somebody = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    day = os.environ | {"GIT_COMMITTER_DATE": f"{CHANGED}T12:00:00"}
+    succeeded(ran("git", *somebody, "commit", "--quiet", "--message=all", cwd=folder, env=day))
     # With the environment of the tests, which has the packages of the site.
     (folder / ".venv").symlink_to(sys.prefix)
-    succeeded(ran("make", "--assume-old=.venv/ready-docs", "site", cwd=folder))
+    published = os.environ | {"PAGES_ADDRESS": PUBLISHED}
+    succeeded(ran("make", "--assume-old=.venv/ready-docs", "site", cwd=folder, env=published))
     return folder
 
 
@@ -85,8 +97,31 @@ def test_every_link_leads_somewhere(checkout: Path) -> None:
     assert f"{ADDRESS}/blob/HEAD/01_singlegpu/plain.py" in in_the_repository
     assert f"{ADDRESS}/tree/HEAD/slurm/sites" in in_the_repository
     for address in in_the_repository:
-        assert (REPOSITORY / re.sub("^/(blob|tree)/HEAD/", "", address.removeprefix(ADDRESS))).exists()
+        name = re.sub(r"^/(blob|tree|edit)/(HEAD|main)/|\?.*$", "", address.removeprefix(ADDRESS))
+        assert (REPOSITORY / name).exists()
     assert "01_singlegpu/README.html" in pages[site / "README.html"].addresses
+
+
+def test_a_page_tells_its_version_its_last_change_where_to_edit_it_and_its_address(checkout: Path) -> None:
+    (version,) = {*release.versions(REPOSITORY).values()}
+    for name in PAGES:
+        shown = (checkout / "site" / name).with_suffix(".html")
+        page = Page(shown)
+        assert version in shown.read_text() and CHANGED in shown.read_text(), name
+        assert f"{ADDRESS}/edit/main/{name}" in page.addresses
+        assert page.canonical == PUBLISHED + str(name.with_suffix(".html")).removesuffix("README.html")
+
+
+def test_programs_have_a_list_of_all_pages_with_their_markdown(checkout: Path) -> None:
+    listed = (checkout / "site" / "llms.txt").read_text()
+    addresses = {
+        address.removeprefix(PUBLISHED)
+        for address in re.findall(r"^- \[.+\]\((.+?)\): .+", listed, re.MULTILINE)
+    }
+    pages = {str(page if page.suffix == ".md" else page.with_suffix(".html")) for page in PAGES}
+    assert addresses == pages - {"README.md"}
+    for name in addresses:
+        assert (checkout / "site" / name).is_file()
 
 
 def test_what_github_shows_the_site_shows(checkout: Path) -> None:
