@@ -7,6 +7,7 @@
 | `first-failed` | a link to the note of the rank that failed first |
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
 | `stalled` | which ranks the monitor has ended, as they did nothing (monitor/idle_ranks.py) |
+| `slow-nodes` | which of its nodes are sick, in the words of the log (jobs/inside/slow_nodes.py) |
 | `resumed-from` | the path of the checkpoint that this start resumed from |
 | `newest-checkpoint` | the path of the last one that it has saved |
 | `script.json` | the script that the job runs, its arguments, and the commit of its code (`Script`) |
@@ -25,6 +26,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -48,7 +50,15 @@ STOPPED = "stopped"
 RESUMED_FROM = "resumed-from"
 NEWEST_CHECKPOINT = "newest-checkpoint"
 STALLED = "stalled"
-OF_A_START = (FIRST_FAILED, STOPPED, RESUMED_FROM, NEWEST_CHECKPOINT, STALLED)  # like the ranks' notes
+SLOW_NODES = "slow-nodes"
+OF_A_START = (
+    FIRST_FAILED,
+    STOPPED,
+    RESUMED_FROM,
+    NEWEST_CHECKPOINT,
+    STALLED,
+    SLOW_NODES,
+)  # like the ranks' notes
 STATES = ("started", "finished", "failed", "lost")  # of a rank
 NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
 
@@ -182,6 +192,17 @@ def note_checkpoint(path: Path, resumed: bool = False) -> None:
         name = RESUMED_FROM if resumed else NEWEST_CHECKPOINT
         with suppress(OSError):  # a full disk
             (folder / name).write_text(f"{path}\n", encoding="utf-8")
+
+
+def note_slow_nodes(folder: Path, lines: Iterable[str]) -> None:
+    """Leave a note that some of the job's nodes are slow, with the lines of the log that say so."""
+    with suppress(OSError):  # a full disk
+        (folder / SLOW_NODES).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def slow_nodes(folder: Path) -> list[str]:
+    """Return the lines of the log that say which nodes are slow; none also if they were not measured."""
+    return read(folder / SLOW_NODES).splitlines()
 
 
 def note_run(path: Path) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 JOB, NODES, GPUS, CODE, SCRIPT, PYTHON = "job", "nodes", "GPUs", "code", "script", "python"
 # Below it: how long it took to put the environment on the nodes.
 ENVIRONMENT = "env"
+# Then: how fast its nodes are (SITE_NODE_CHECK).
+CHECK = "check"
 # At its end: the verdict on what the job wasted, why it failed, what failed after that, that it starts again
 # in its nodes, and its exit code.
 WATCH, WHY, THEN, AGAIN, ENDED = "watch", "why", "then", "again", "ended"

@@ -156,9 +156,9 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
         # Where they are wrong on any rank, all ranks stop here.
         if any(process_group.gather(wrong)):
             return
-        seconds = _seconds_of_a_sum(size_bytes, chosen)
-        bus_gb_s = _bus_gb_s(size_bytes, seconds, process_group.count())
-        rows.append(facts | {"bytes": size_bytes, "seconds": seconds, "bus_gb_s": bus_gb_s})
+        seconds = statistics.median(seconds_of_sums(size_bytes, chosen))
+        rate = bus_gb_s(size_bytes, seconds, process_group.count())
+        rows.append(facts | {"bytes": size_bytes, "seconds": seconds, "bus_gb_s": rate})
         if seconds > SLOW_SECONDS:
             break
     if process_group.is_rank_0() and process_group.count() == 1:
@@ -180,18 +180,18 @@ def _wrong_sums(size_bytes: int, chosen: torch.device) -> int:
     return int((summed != expected).sum())
 
 
-def _seconds_of_a_sum(size_bytes: int, chosen: torch.device) -> float:
-    """Return how long a sum over all ranks takes, of a tensor of this size."""
+def seconds_of_sums(size_bytes: int, chosen: torch.device, repeats: int = REPEATS) -> list[float]:
+    """Return how long each of some sums over all ranks takes, of a tensor of this size."""
     values = torch.zeros(size_bytes // 4, device=chosen)
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         started = clock.start(chosen)
         process_group.sum_in_place(values)
         times.append(clock.stop(chosen, started))
-    return statistics.median(times)
+    return times
 
 
-def _bus_gb_s(size_bytes: int, seconds: float, world_size: int) -> float:
+def bus_gb_s(size_bytes: int, seconds: float, world_size: int) -> float:
     """Return the bus bandwidth of a sum, in GB/s, to be compared with the hardware's.
 
     In a ring, it is the rate of the slowest link. Source: nccl-tests, doc/PERFORMANCE.md.

@@ -1,6 +1,7 @@
 """What a job script asks (job_env.sh), which itself decides nothing: at its beginning, and at its end.
 
     python -m manygpus.jobs.inside.in_job begin   prints shell code for its shell (start_plan.py)
+    python -m manygpus.jobs.inside.in_job nodes   prints shell code: are its nodes sick? (slow_nodes.py)
     python -m manygpus.jobs.inside.in_job back    prints yes or no: may it go back to the queue?
     python -m manygpus.jobs.inside.in_job end     prints its exit code, and, if it starts again in its
                                                   nodes, with which MANYGPUS_RESTARTS_IN_JOB; then its last
@@ -17,6 +18,7 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from manygpus import frozen_code, job_folder
 from manygpus.errors import UserError, print_line
 from manygpus.job_folder import Script
 from manygpus.jobs import job_log, slurm
-from manygpus.jobs.inside import failure_reason, outcome_rules, resume_point, start_plan
+from manygpus.jobs.inside import failure_reason, outcome_rules, resume_point, slow_nodes, start_plan
 from manygpus.jobs.inside.outcome_rules import JobEnd, SlurmFacts
 from manygpus.jobs.inside.start_plan import JobStart
 from manygpus.jobs.user_program import newest, parse
@@ -79,7 +81,9 @@ def main() -> None:
     question = sys.argv[1]
     job_input = Input.parse(sys.stdin.buffer.read())
     if question == "begin":
-        answer = _begin(job_input)
+        answer = _shell_code(_plan, job_input)
+    elif question == "nodes":
+        answer = _shell_code(_nodes, job_input)
     elif question == "back":
         slurm_facts = SlurmFacts.parse(job_input["facts"])
         may = outcome_rules.may_go_back(slurm_facts, job_input.folder, _job_end(job_input, slurm_facts))
@@ -89,10 +93,10 @@ def main() -> None:
     print_line(answer)
 
 
-def _begin(job_input: Input) -> str:
+def _shell_code(decide: Callable[[Input], str], job_input: Input) -> str:
     """Return shell code between two lines that are found among the words of a container program."""
     try:
-        code = _plan(job_input)
+        code = decide(job_input)
     except UserError as error:
         code = f"fail {shlex.quote(str(error))}"
     return f"# in_job begins\n{code}\n# in_job ends"
@@ -145,6 +149,14 @@ def _plan(job_input: Input) -> str:
         if code:
             script = script.with_code(code)
     return start_plan.begin(job, script, _resolve, monitored=job_input["monitor"] == "on")
+
+
+def _nodes(job_input: Input) -> str:
+    measurements = slow_nodes.Measurements.parse(job_input["measured"])
+    findings = slow_nodes.judge(job_input["nodes"].split(), measurements, int(job_input["check_seconds"]))
+    if findings.slow:
+        job_folder.note_slow_nodes(job_input.folder, findings.log_lines[1:])
+    return start_plan.print_in_shell(findings.log_lines)
 
 
 def _resolve(name: str) -> str | None:

@@ -121,6 +121,7 @@ class StartPlan:
         assigns: variables to set for the job script alone.
         header: the first lines of its log.
         asked: what it has asked Slurm for, which the verdict of its samples compares with what it used.
+        checks_nodes: whether its nodes are measured before its ranks start, if the site wants that.
     """
 
     unset: list[str]
@@ -128,6 +129,7 @@ class StartPlan:
     assigns: dict[str, str]
     header: list[str]
     asked: samples.RequestedResources
+    checks_nodes: bool = False
 
 
 def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -> StartPlan:
@@ -211,6 +213,8 @@ def decide(job: JobStart, resolve: Callable[[str], str | None], now: datetime) -
             # All nodes of the practice cluster are one machine.
             exclusive_helps=variables.get("SLURM_CLUSTER_NAME") != "practice",
         ),
+        # A job that starts again in its nodes has measured them before.
+        checks_nodes=_number(variables, "SLURM_JOB_NUM_NODES") > 1 and not job.restarts_in_job,
     )
 
 
@@ -419,7 +423,7 @@ def begin(job: JobStart, script: Script | None, resolve: Callable[[str], str | N
     # Slurm may start a preempted job once more after it has ended well: outcome_rules.py says when.
     if job.restarts and job_folder.has_ended_for_good(job.folder):
         words = "this job has already ended well, and does nothing more: to train again, submit it again"
-        return f"begun=1\n{_print([words])}\nexit"
+        return f"begun=1\n{print_in_shell([words])}\nexit"
     plan = decide(job, resolve, datetime.now().astimezone())
     try:
         if job.earlier_starts == 0:
@@ -484,15 +488,18 @@ def code_line(commit: str, folder: str, code: FrozenCode | None = None) -> str:
 def as_shell(plan: StartPlan, program: Program | None = None) -> str:
     """Return the plan as shell code, for a job that runs this program."""
     lines = ["begun=1"]
+    if plan.checks_nodes:
+        lines.append("checks_nodes=1")
     if plan.unset:
         lines.append(f"unset {' '.join(plan.unset)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()]
     lines += [f"{name}={shlex.quote(value)}" for name, value in plan.assigns.items()]
     if program and program.when_requeued is not None:
         lines.append("resumes_unsaved=1")
-    lines.append(_print(plan.header))
+    lines.append(print_in_shell(plan.header))
     return "\n".join(lines)
 
 
-def _print(lines: Iterable[str]) -> str:
+def print_in_shell(lines: Iterable[str]) -> str:
+    """Return shell code that prints these lines."""
     return f"printf '%s\\n' {shlex.join(lines)}"

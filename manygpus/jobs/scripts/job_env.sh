@@ -21,6 +21,7 @@ resumes_unsaved=""    # whether the job is requeued without a note that it has s
 requeued=""           # whether the job is on its way back to the queue
 monitor=""            # the process id of the monitor
 staging=""            # the process id of what removes the environment from the nodes
+checks_nodes=""       # whether this start measures its nodes, if the site wants that
 first_folder=$PWD     # a job of a sweep goes on in the folder of its run
 
 # --- what Slurm knows about this job ----------------------------------------------------------------
@@ -162,6 +163,7 @@ activate_environment or SITE_CONTAINER in slurm/site.sh."
     answer=${answer#*"# in_job begins"}
     eval "${answer%"# in_job ends"*}"
     stage_environment
+    [[ ! $checks_nodes || $SITE_NODE_CHECK == off ]] || check_nodes "$first_node"
     start_monitor
 }
 
@@ -244,22 +246,51 @@ unstage_environment() {
     done
 }
 
-# --- the monitor ------------------------------------------------------------------------------------
-# It is a step beside the ranks, and runs until its input is closed. It shares memory, cores and GPUs with them, and
+# --- the nodes --------------------------------------------------------------------------------------
+# Measure the nodes before the ranks start, and print which are sick: slow, or without an answer. The processes of the
+# step meet at the node $1. What srun says, and what a process says that dies, stays out of the job's log.
+check_nodes() {
+    local began=$SECONDS patience=200 line measured="" answers step answer=""
+    set_on_each_node
+    exec {answers}< <(exec timeout --kill-after=10 180 "${on_each_node[@]}" --job-name=node-check \
+        --kill-on-bad-exit=0 --wait=0 "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 \
+        python -m manygpus.jobs.doctor.node_check "$1" 2>"$MANYGPUS_JOB_DIR/node-check.log" </dev/null)
+    step=$!
+    while IFS= read -r -t "$patience" -u "$answers" line; do
+        measured+=$line$'\n'
+        [[ $line != *'"ended": true'* ]] || patience=5 # a node that hangs would delay the end of the step
+    done
+    kill "$step" 2>/dev/null || true
+    wait "$step" || true
+    exec {answers}<&-
+    answer=$(in_job 30 120 nodes "measured=$measured" "check_seconds=$((SECONDS - began))" \
+        "nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$SLURM_JOB_NUM_NODES" | tr '\n' ' ')") || true
+    answer=${answer#*"# in_job begins"}
+    eval "${answer%"# in_job ends"*}"
+}
+
+# Set `on_each_node` to the words that start a process on each node. It shares memory, cores and GPUs with the ranks, and
 # sees all GPUs of a node, even if each rank sees one (--gpus-per-task, which newer releases of Slurm show in
-# SLURM_TRES_PER_TASK only). Its outcome never changes that of the job. What srun says about it stays out of the
-# job's log, where it would be taken for a rank.
-run_monitor() {
+# SLURM_TRES_PER_TASK only).
+set_on_each_node() {
     local gpus=()
-    trap : TERM # scancel sends it here, too, and the monitor still has to give its verdict
-    [[ -z $staging ]] || exec {staging_input}>&- # only the job script is to keep it open
     if [[ ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gpu* ]]; then
         gpus=("--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}")
     fi
-    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
-    if ! srun --job-name=monitor --overlap --mem=0 --input=all --nodes="$SLURM_JOB_NUM_NODES" \
-        --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${gpus[@]}" "${SITE_SRUN_ARGS[@]}" \
-        "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 python -m manygpus monitor --sample "$watching" \
+    on_each_node=(env --unset=SLURM_{GPUS_PER_TASK,TRES_PER_TASK,GPU_BIND,TRES_BIND} srun --overlap --mem=0
+        --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${gpus[@]}"
+        "${SITE_SRUN_ARGS[@]}")
+}
+
+# --- the monitor ------------------------------------------------------------------------------------
+# It is a step beside the ranks, and runs until its input is closed. Its outcome never changes that of the job. What
+# srun says about it stays out of the job's log, where it would be taken for a rank.
+run_monitor() {
+    trap : TERM # scancel sends it here, too, and the monitor still has to give its verdict
+    [[ -z $staging ]] || exec {staging_input}>&- # only the job script is to keep it open
+    set_on_each_node
+    if ! "${on_each_node[@]}" --job-name=monitor --input=all "${SITE_CONTAINER[@]}" \
+        env PYTHONSAFEPATH=1 python -m manygpus monitor --sample "$watching" \
         --most-idle-seconds "$SITE_STALLED_SECONDS" 2>"$watching/log" &&
         [[ ! -e $watching/verdict.json ]]; then
         cat >/dev/null # wait for the end of the job before printing this

@@ -43,8 +43,8 @@ class JobRow:
             unknown, while Slurm does not answer.
         seconds: how long it ran, over all its starts; None if that is not known.
         restarts: how often it has started before, from the queue or again in its nodes.
-        note: why it waits, has failed or has started again in its nodes, else the first finding of the
-            verdict.
+        note: why it waits, has failed or has started again in its nodes, else which of its nodes are slow,
+            or the first finding of the verdict.
         sent_from: of a job that has not begun, the folder in which it was sent, and its job script.
         log: the path of its log; "" if that is not known.
         frozen_in: the folder with the copy of the code that it runs; "" if it runs no copy.
@@ -154,11 +154,11 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     if not is_over and state_in_slurm in slurm.QUEUED:
         state, note = "queued", status.reason
     elif not is_over:
-        state, note = "running", ""
+        state, note = "running", _slow_nodes(folder)
         seconds = time.time() - _began_at(folder)
         if last_outcome:
             seconds += last_outcome.seconds
-            note = f"again after: {last_outcome.why[0]}" if last_outcome.starts_again else ""
+            note = f"again after: {last_outcome.why[0]}" if last_outcome.starts_again else note
     elif outcome and outcome.well:
         state, note = "done", _verdict(folder, findings)
     elif outcome is None and state_in_slurm == slurm.UNKNOWN:
@@ -229,8 +229,16 @@ def _why(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:
     return f"exit code {outcome.exit_code}" if outcome else "it ended before it could say why"
 
 
+def _slow_nodes(folder: Path) -> str:
+    """Return which nodes of a job are slow; "" if none is, or they were not measured."""
+    clauses = (log_words.text_of(log_words.CHECK, line) for line in job_folder.slow_nodes(folder))
+    return "; ".join(clauses)
+
+
 def _verdict(folder: Path, findings: Sequence[dict[str, object]]) -> str:
-    """Return the first sentence of the verdict on a job, which has these findings; "" if it has none."""
+    """Return which nodes of a job are slow, else the first of these findings of its verdict; "" without."""
+    if slow := _slow_nodes(folder):
+        return slow
     if findings:
         return str(findings[0]["sentence"])
     verdict_lines = job_folder.read(folder / samples.FOLDER / samples.TOLD)

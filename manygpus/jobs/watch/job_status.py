@@ -140,8 +140,9 @@ class Handle:
         return "\n".join(lines)
 
     def verdict(self) -> list[str]:
-        """Return what the job's monitor wrote at its end (slurm/monitor.py), if there was one."""
-        return job_folder.read(self.folder / samples.FOLDER / samples.TOLD).splitlines()
+        """Return which nodes are slow, and what the job's monitor wrote at its end (slurm/monitor.py)."""
+        told = job_folder.read(self.folder / samples.FOLDER / samples.TOLD)
+        return [*job_folder.slow_nodes(self.folder), *told.splitlines()]
 
     @property
     def _is_plain(self) -> bool:
