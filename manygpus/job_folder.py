@@ -8,6 +8,7 @@
 | `stopped` | a signal stopped the run after it saved; the file has the folder of its checkpoints |
 | `stalled` | which ranks the monitor has ended, as they did nothing (monitor/idle_ranks.py) |
 | `slow-nodes` | which of its nodes are sick, in the words of the log (jobs/inside/slow_nodes.py) |
+| `avoided-nodes` | those without which it has gone back to the queue, in all its starts |
 | `resumed-from` | the path of the checkpoint that this start resumed from |
 | `newest-checkpoint` | the path of the last one that it has saved |
 | `script.json` | the script that the job runs, its arguments, and the commit of its code (`Script`) |
@@ -51,6 +52,7 @@ RESUMED_FROM = "resumed-from"
 NEWEST_CHECKPOINT = "newest-checkpoint"
 STALLED = "stalled"
 SLOW_NODES = "slow-nodes"
+AVOIDED_NODES = "avoided-nodes"
 OF_A_START = (
     FIRST_FAILED,
     STOPPED,
@@ -203,6 +205,17 @@ def note_slow_nodes(folder: Path, lines: Iterable[str]) -> None:
 def slow_nodes(folder: Path) -> list[str]:
     """Return the lines of the log that say which nodes are slow; none also if they were not measured."""
     return read(folder / SLOW_NODES).splitlines()
+
+
+def note_avoided(folder: Path, nodes: Iterable[str]) -> None:
+    """Leave a note that the job goes back to the queue without these nodes."""
+    with suppress(OSError), (folder / AVOIDED_NODES).open("a", encoding="utf-8") as file:  # a full disk
+        file.writelines(f"{node}\n" for node in nodes)
+
+
+def has_avoided(folder: Path, nodes: Iterable[str]) -> bool:
+    """Return whether the job has gone back to the queue without one of these nodes before."""
+    return not {*read(folder / AVOIDED_NODES).split()}.isdisjoint(nodes)
 
 
 def note_run(path: Path) -> None:

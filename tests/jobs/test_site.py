@@ -26,6 +26,7 @@ BAD = {
     b"SITE_DATA_DIR='~/data'\n": "~/data",
     b"SITE_PORTS=20000\n": "SITE_PORTS",
     b"SITE_MOST_RESTARTS=many\n": "SITE_MOST_RESTARTS",
+    b"SITE_NODE_CHECK=yes\n": "SITE_NODE_CHECK",
     b"SITE_STALLED_SECONDS=600\nSITE_MONITOR=off\n": "SITE_MONITOR=off",
     # NCCL alone understands these.
     b"SITE_NETWORK_INTERFACE=^lo,docker0\n": "SITE_NETWORK_INTERFACE",

@@ -154,9 +154,25 @@ def _plan(job_input: Input) -> str:
 def _nodes(job_input: Input) -> str:
     measurements = slow_nodes.Measurements.parse(job_input["measured"])
     findings = slow_nodes.judge(job_input["nodes"].split(), measurements, int(job_input["check_seconds"]))
+    code = start_plan.print_in_shell(findings.log_lines)
     if findings.slow:
         job_folder.note_slow_nodes(job_input.folder, findings.log_lines[1:])
-    return start_plan.print_in_shell(findings.log_lines)
+        if job_input["node_check"] == "avoid":
+            code += f"\n{_avoid(job_input, findings)}"
+    return code
+
+
+def _avoid(job_input: Input, findings: slow_nodes.Findings) -> str:
+    """Return shell code for a job that is to do without its slow nodes, or says why it cannot."""
+    obstacle = ""
+    if int(job_input["restart"]) >= int(job_input["most_restarts"]):
+        obstacle = "it has come back as often as it may here (SITE_MOST_RESTARTS)"
+    elif job_folder.has_avoided(job_input.folder, findings.slow):
+        obstacle = "Slurm has started it with them again"
+    if obstacle:
+        return start_plan.print_in_shell([slow_nodes.trains_with_them(obstacle)])
+    job_folder.note_avoided(job_input.folder, findings.slow)
+    return slow_nodes.avoid(findings, slurm.fields(job_input["facts"])).as_shell()
 
 
 def _resolve(name: str) -> str | None:

@@ -1,11 +1,12 @@
 """Which nodes of a job are sick, by what jobs/doctor/node_check.py has measured on each of them.
 
-It is asked before the ranks start (`check_nodes` in slurm/job_env.sh). It needs no packages.
+It is asked before the ranks start (`check_nodes` in jobs/scripts/job_env.sh). It needs no packages.
 """
 
 import json
 import os
 import re
+import shlex
 import statistics
 import sys
 from collections import defaultdict
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from manygpus import log_words
+from manygpus.jobs import slurm
 
 # A node is slow if it reaches less than this share of the median of the others. DLRover, too, calls slow what
 # takes twice the median (rdzv_manager.py). NVIDIA's resiliency extension has 0.7, over minutes of a training;
@@ -24,6 +26,22 @@ SLOW_SHARE = 0.5
 MARK = "node-check "
 # The last line of the step: what the others print later counts no more.
 ENDED = "ended"
+# Fields of a job's record, and the options of sbatch that ask for the same.
+RECORDED = {
+    "Account": "account",
+    "Features": "constraint",
+    "MinMemoryCPU": "mem-per-cpu",
+    "MinMemoryNode": "mem",
+    "Partition": "partition",
+    "QOS": "qos",
+    "ReqNodeList": "nodelist",
+    "Reservation": "reservation",
+    "TimeLimit": "time",
+    "TresPerJob": "gpus",
+    "TresPerNode": "gres",
+}
+# TresPerNode=gres/gpu:2, or gres:gpu:2 (22.05), is --gres=gpu:2, and TresPerJob=gres/gpu:2 is --gpus=2.
+OF_TRES = {"TresPerJob": re.compile("gres[/:]gpu:"), "TresPerNode": re.compile("gres[/:]")}
 
 
 class Pair(NamedTuple):
@@ -97,6 +115,11 @@ class Findings:
         return [log_words.line(log_words.CHECK, text) for text in (self.summary, *self.slow.values())]
 
 
+def trains_with_them(obstacle: str) -> str:
+    """Return the line of the log of a job that cannot do without its slow nodes."""
+    return log_words.line(log_words.CHECK, f"it trains with them: {obstacle}")
+
+
 def send(**facts: object) -> None:
     """Print a line for `Measurements.parse`, in one write."""
     os.write(sys.stdout.fileno(), f"{MARK}{json.dumps(facts)}\n".encode())
@@ -121,7 +144,51 @@ def judge(nodes: Sequence[str], measurements: Measurements, seconds: int) -> Fin
             slow[node] = f"{node} cannot compute: {error}" if error else f"{node} did not answer"
     for node, clause in [*_slow_devices(measurements), *_slow_links(measurements)]:
         slow.setdefault(node, clause)
+    slow = {node: slow[node] for node in nodes if node in slow}
     return Findings(slow, f"{len(nodes)} nodes in {seconds} s: {_summary(measurements)}")
+
+
+@dataclass(frozen=True)
+class Avoidance:
+    """How a job goes back to the queue without its slow nodes.
+
+    Attributes:
+        excluded: all nodes that Slurm is to leave out, in its words.
+        trial: options of sbatch, by which it says whether the job would start without them.
+        reason: why it goes back.
+    """
+
+    excluded: str
+    trial: list[str]
+    reason: str
+
+    def as_shell(self) -> str:
+        """Return the variables of `avoid_nodes` in jobs/scripts/job_env.sh."""
+        words = {"excluded": shlex.quote(self.excluded), "avoids": shlex.quote(self.reason)}
+        return "\n".join(
+            [*(f"{name}={word}" for name, word in words.items()), f"trial=({shlex.join(self.trial)})"]
+        )
+
+
+def avoid(findings: Findings, record: Mapping[str, str]) -> Avoidance:
+    """Return how a job goes back to the queue without its slow nodes.
+
+    Args:
+        findings: which nodes these are.
+        record: the fields of what `scontrol show job` says of it.
+    """
+    known = {name: value for name, value in record.items() if value != "(null)"}
+    before = [known["ExcNodeList"]] if "ExcNodeList" in known else []
+    excluded = ",".join([*before, *findings.slow])
+    nodes = slurm.number_of_nodes(record) or 1
+    trial = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={int(record['NumCPUs']) // nodes}"]
+    for name, option in RECORDED.items():
+        if name in known:
+            prefix = OF_TRES.get(name, "")
+            trial.append(f"--{option}={re.sub(prefix, '', known[name])}")
+    trial.append(f"--exclude={excluded}")
+    reason = f"back to the queue, without {', '.join(findings.slow)}: {'; '.join(findings.slow.values())}"
+    return Avoidance(excluded=excluded, trial=trial, reason=reason)
 
 
 def _slow_devices(measurements: Measurements) -> list[tuple[str, str]]:

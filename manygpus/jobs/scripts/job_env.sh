@@ -250,7 +250,7 @@ unstage_environment() {
 # Measure the nodes before the ranks start, and print which are sick: slow, or without an answer. The processes of the
 # step meet at the node $1. What srun says, and what a process says that dies, stays out of the job's log.
 check_nodes() {
-    local began=$SECONDS patience=200 line measured="" answers step answer=""
+    local began=$SECONDS patience=200 line measured="" answers step answer="" excluded trial=() avoids=""
     set_on_each_node
     exec {answers}< <(exec timeout --kill-after=10 180 "${on_each_node[@]}" --job-name=node-check \
         --kill-on-bad-exit=0 --wait=0 "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 \
@@ -263,14 +263,38 @@ check_nodes() {
     kill "$step" 2>/dev/null || true
     wait "$step" || true
     exec {answers}<&-
-    answer=$(in_job 30 120 nodes "measured=$measured" "check_seconds=$((SECONDS - began))" \
+    answer=$(in_job 30 120 nodes "node_check=$SITE_NODE_CHECK" \
+        "measured=$measured" "check_seconds=$((SECONDS - began))" \
+        "restart=${SLURM_RESTART_COUNT:-0}" "most_restarts=$SITE_MOST_RESTARTS" \
         "nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n "$SLURM_JOB_NUM_NODES" | tr '\n' ' ')") || true
+    [[ $answer == *"# in_job begins"*"# in_job ends"* ]] || return 0
     answer=${answer#*"# in_job begins"}
     eval "${answer%"# in_job ends"*}"
+    [[ ! $avoids ]] || avoid_nodes
 }
 
-# Set `on_each_node` to the words that start a process on each node. It shares memory, cores and GPUs with the ranks, and
-# sees all GPUs of a node, even if each rank sees one (--gpus-per-task, which newer releases of Slurm show in
+# Put the job back into the queue without the nodes that `check_nodes` has excluded, unless Slurm would then not start
+# it. Slurm changes what a job excludes only while that is in the queue, as this one is then until its script ends
+# (seen: 22.05, 24.11, 26.05).
+avoid_nodes() {
+    local refusal
+    if ! refusal=$(unset "${!SBATCH_@}" && sbatch --test-only "${trial[@]}" --wrap true 2>&1); then
+        echo "check   it trains with them: Slurm would not start it without them (${refusal##*$'\n'})"
+        return
+    fi
+    trap '' TERM # `scontrol requeue` sends it
+    requeue "$avoids"
+    if [[ $requeued ]]; then
+        scontrol update JobId="$this_job" ExcNodeList="$excluded" || true
+        failure=$avoids
+        exit 1
+    fi
+    listen_to_signals
+    echo "check   it trains with them: Slurm does not put it back into the queue ($refusal)"
+}
+
+# Set `on_each_node` to the words that start a process on each node. It shares memory, cores and GPUs with the ranks,
+# and sees all GPUs of a node, even if each rank sees one (--gpus-per-task, which newer releases of Slurm show in
 # SLURM_TRES_PER_TASK only).
 set_on_each_node() {
     local gpus=()
@@ -355,13 +379,9 @@ may_go_back() {
     [[ $stopped && $facts == *" Reason=TimeLimit "* ]] || ((code == 0)) || [[ $(in_job_end back) == *yes ]]
 }
 
-# Set `requeued`, or set `refusal` to the reason why Slurm refuses. Its controller may be restarting.
+# Print $1, and set `requeued`, or set `refusal` to the reason why Slurm refuses. Its controller may be restarting.
 requeue() {
-    if [[ $stopped ]]; then
-        echo "stopped; back to the queue, to resume from the checkpoint"
-    else
-        echo "ended by its time limit or a preemption; back to the queue, as --when-requeued asks"
-    fi
+    echo "$1"
     if ! scontrol requeue "$this_job" >/dev/null 2>&1; then
         sleep 10
         if ! refusal=$(scontrol requeue "$this_job" 2>&1); then
@@ -399,7 +419,7 @@ start_again() {
 }
 
 finish() {
-    local code=$? stopped="" refusal="" tried=() answer first_line again=""
+    local code=$? stopped="" refusal="" tried=() answer first_line again="" back
     set +e
     trap - EXIT
     trap '' TERM # `scontrol requeue` sends it to this script, too
@@ -409,12 +429,18 @@ finish() {
         code=1
     fi
     echo
-    [[ ! $begun || ! -e $MANYGPUS_JOB_DIR/stopped ]] || stopped=1 # an earlier start may have left the note
+    back="ended by its time limit or a preemption; back to the queue, as --when-requeued asks"
+    if [[ $begun && -e $MANYGPUS_JOB_DIR/stopped ]]; then # an earlier start may have left the note
+        stopped=1
+        back="stopped; back to the queue, to resume from the checkpoint"
+    fi
     if ((code || ${SLURM_RESTART_COUNT:-0})) || [[ $stopped ]]; then
         facts=$(scontrol --oneliner show job "$this_job" 2>/dev/null)
     fi
-    if [[ $stopped ]] || { [[ $resumes_unsaved ]] && ((code)); } && may_go_back; then
-        requeue
+    if [[ $requeued ]]; then # by avoid_nodes
+        tried=("refusal=")
+    elif [[ $stopped ]] || { [[ $resumes_unsaved ]] && ((code)); } && may_go_back; then
+        requeue "$back"
         tried=("refusal=${refusal%%$'\n'*}")
     fi
     stop_monitor "$code"

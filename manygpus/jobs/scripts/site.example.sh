@@ -48,7 +48,7 @@
 #SITE_MOST_RESTARTS=20                     # how often a job may return to the queue; default: 50
 #SITE_RESTARTS_IN_JOB=0                    # how often a job whose rank crashes may start again in its nodes; default: 1
 #SITE_STALLED_SECONDS=1200                 # a rank that does nothing for so long is ended; default: 0, none is
-#SITE_NODE_CHECK=on                        # measure the nodes of a job before its ranks start; default: off
+#SITE_NODE_CHECK=on                        # measure a job's nodes; avoid: and go back to the queue without slow ones; default: off
 
 # --- 5. What a job reports about itself ---------------------------------------------------------
 #SITE_MONITOR=off                          # no samples, and no verdict in the log; default: on

@@ -64,8 +64,8 @@ done
     fail "SITE_STALLED_SECONDS is a number, not $SITE_STALLED_SECONDS: correct it in slurm/site.sh or in your shell."
 [[ $SITE_STALLED_SECONDS == 0 || $SITE_MONITOR == on ]] ||
     fail "SITE_STALLED_SECONDS needs the monitor: leave out SITE_MONITOR=off, or SITE_STALLED_SECONDS."
-[[ ${SITE_NODE_CHECK:=off} == on || $SITE_NODE_CHECK == off ]] ||
-    fail "SITE_NODE_CHECK is on or off, not $SITE_NODE_CHECK: correct it in slurm/site.sh or in your shell."
+[[ ${SITE_NODE_CHECK:=off} =~ ^(off|on|avoid)$ ]] ||
+    fail "SITE_NODE_CHECK is off, on or avoid, not $SITE_NODE_CHECK: correct it in slurm/site.sh or in your shell."
 # Below the ports that the system assigns by itself (from 32768 on).
 : "${SITE_PORTS:=10000-29999}"
 if [[ ! $SITE_PORTS =~ ^[1-9][0-9]*-[1-9][0-9]*$ ]] || ((${SITE_PORTS%-*} > ${SITE_PORTS#*-})); then

@@ -30,6 +30,7 @@ class Request:
         passed_on: options of sbatch and their values (`PASSED_ON`); they override the site's.
         why_here: why it runs on this machine, in words; "" if it goes to Slurm.
         spare_nodes: how many nodes it has beside those of its ranks, in place of nodes that fail.
+        avoids_slow_nodes: whether its nodes are measured, and it goes back to the queue without slow ones.
         threads: the threads of each process on this machine (`local_job.variables`).
         working_dir: the folder that it starts in; None for the one that it is sent from.
         run_name: the name of its run in a sweep.
@@ -47,6 +48,7 @@ class Request:
     passed_on: Mapping[str, str] = field(default_factory=dict)
     why_here: str = ""
     spare_nodes: int = 0
+    avoids_slow_nodes: bool = False
     threads: int | None = None
     working_dir: Path | None = None
     run_name: str = ""
@@ -159,7 +161,8 @@ class Request:
             source += f" {shlex.join(self.words)}"
         spare = [f"export MANYGPUS_SPARE_NODES={self.spare_nodes}"] if self.spare_nodes else []
         results = f"export MANYGPUS_RESULTS_DIR={shlex.quote(str(self.results_dir))}"
-        return ["set -euo pipefail", *spare, *self.kit, source, results]
+        node_check = ["SITE_NODE_CHECK=avoid"] if self.avoids_slow_nodes else []
+        return ["set -euo pipefail", *spare, *self.kit, source, *node_check, results]
 
 
 def new_folder(site: Site, stage: Stage) -> Path:

@@ -401,6 +401,8 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
             gpus = local_job.gpus_here() or gpus
     if own_options.spare_nodes and own_options.spare_nodes >= own_options.nodes:
         parser.error("--spare-nodes has to be less than --nodes")
+    if own_options.avoid_slow_nodes and own_options.nodes == 1:
+        parser.error("--avoid-slow-nodes compares nodes: give --nodes 2 or more")
     site = read_site()
     request = Request(
         stage=stage,
@@ -413,6 +415,7 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
         passed_on=passed_on(own_options),
         why_here=why_here,
         spare_nodes=own_options.spare_nodes,
+        avoids_slow_nodes=own_options.avoid_slow_nodes,
     )
     return _with_its_code(request, own_options), own_options
 
@@ -488,6 +491,12 @@ def _parser(stage: Stage, description: str) -> Parser:
         metavar="N",
         help="nodes that the job holds besides, to start again on them when others fail (default: "
         "%(default)s)",
+    )
+    parser.add_argument(
+        "--avoid-slow-nodes",
+        action="store_true",
+        help="measure the nodes before the ranks start, and go back to the queue without a node that is slow "
+        "or does not answer (slurm/README.md)",
     )
     parser.add_argument(
         "--cpus-per-gpu",

@@ -153,6 +153,7 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     findings = samples.read_findings(folder / samples.FOLDER)
     if not is_over and state_in_slurm in slurm.QUEUED:
         state, note = "queued", status.reason
+        note += f" ({outcome.why[0]})" if outcome and outcome.why else ""
     elif not is_over:
         state, note = "running", _slow_nodes(folder)
         seconds = time.time() - _began_at(folder)

@@ -273,6 +273,8 @@ class SlurmHandle(Handle):
         detail = "no reason yet" if reason == slurm.NO_REASON else reason
         if self.status.restarts:
             detail += f", restart {self.status.restarts}"
+            outcome = job_folder.read_outcome(self.folder)
+            detail += f" ({outcome.why[0]})" if outcome and outcome.why else ""
         return State("queued", detail, reason)
 
     def _never_starts(self) -> State:
