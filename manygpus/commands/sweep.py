@@ -33,7 +33,7 @@ from manygpus.jobs.site import read_site
 from manygpus.jobs.stages import STAGES, Stage
 from manygpus.jobs.submit import freezing, submission
 from manygpus.jobs.submit.code_difference import difference
-from manygpus.jobs.submit.freezing import NotFrozenError, named
+from manygpus.jobs.submit.freezing import named
 from manygpus.jobs.submit.request import read_options
 from manygpus.jobs.sweeps import execution, progress_table, varied_options
 from manygpus.jobs.sweeps.metric import MAXIMIZE, MINIMIZE, metric
@@ -246,24 +246,21 @@ def _with_its_code(
     planned_sweep: Sweep, stage: Stage, own_options: argparse.Namespace
 ) -> tuple[Sweep, tuple[str, ...]]:
     """Return the sweep with a copy of its code, if there is to be one, and what is told of that."""
-    if own_options.no_freeze:
-        return planned_sweep, freezing.not_frozen("--no-freeze")
-    try:
-        code = freezing.plan(stage, planned_sweep.folder, planned_sweep.site.jobs_dir)
-    except NotFrozenError as error:
-        return planned_sweep, freezing.not_frozen(str(error))
-    if own_options.dry_run:
-        return planned_sweep, code.would_freeze
-    planned_sweep = replace(planned_sweep, code=code)
-    sentences = code.sentences(stage.program)
-    changed = difference(code.code).names if code.is_there else []
-    if not changed:
-        return planned_sweep, sentences
-    note = (
-        f"note: since the sweep began, {named(changed)} changed: its runs go on with the code of then; "
-        "--no-freeze runs today's"
+    code, about_code = freezing.planned_copy(
+        stage,
+        planned_sweep.folder,
+        planned_sweep.site.jobs_dir,
+        no_freeze=own_options.no_freeze,
+        dry_run=own_options.dry_run,
     )
-    return planned_sweep, (*sentences, note)
+    changed = difference(code.code).names if code and code.is_there else []
+    if changed:
+        note = (
+            f"note: since the sweep began, {named(changed)} changed: its runs go on with the code of then; "
+            "--no-freeze runs today's"
+        )
+        about_code = (*about_code, note)
+    return replace(planned_sweep, code=code), about_code
 
 
 def _print_runs(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:

@@ -255,7 +255,26 @@ def named(names: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def not_frozen(reason: str) -> tuple[str, ...]:
+def planned_copy(
+    stage: Stage, job_folder: Path, jobs_dir: Path, *, no_freeze: bool, dry_run: bool
+) -> tuple[PlannedCopy | None, tuple[str, ...]]:
+    """Return the copy of its code that a job or a sweep gets, and what is told of that.
+
+    Args:
+        stage: as for `plan`; so are the two folders.
+        no_freeze: whether its user wants no copy.
+        dry_run: whether nothing is sent, so that there is none.
+    """
+    if no_freeze:
+        return None, _not_frozen("--no-freeze")
+    try:
+        code = plan(stage, job_folder, jobs_dir)
+    except NotFrozenError as error:
+        return None, _not_frozen(str(error))
+    return (None, code.would_freeze) if dry_run else (code, code.sentences(stage.program))
+
+
+def _not_frozen(reason: str) -> tuple[str, ...]:
     """Return what is told of a job whose code is not frozen."""
     return (line(CODE, f"not frozen ({reason}): the job runs what the files say when it starts"),)
 

@@ -62,7 +62,6 @@ class Request:
             stage=code.stage(self.stage),
             arguments=code.arguments(self.arguments),
             code=code,
-            about_code=code.sentences(self.stage.program),
         )
 
     @property

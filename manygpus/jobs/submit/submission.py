@@ -33,7 +33,6 @@ from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.site import DEFAULT_MINUTES, read_site
 from manygpus.jobs.stages import STAGE_FOLDERS, STAGES, Resources, Stage, resources
 from manygpus.jobs.submit import freezing, job_script, partition_limits, waiting
-from manygpus.jobs.submit.freezing import NotFrozenError
 from manygpus.jobs.submit.request import Request, new_folder
 from manygpus.jobs.submit.slurm_options import of_variables
 from manygpus.jobs.user_program import add_options, from_options, misplaced, note_on_environment, split
@@ -417,20 +416,11 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
         spare_nodes=own_options.spare_nodes,
         avoids_slow_nodes=own_options.avoid_slow_nodes,
     )
-    return _with_its_code(request, own_options), own_options
-
-
-def _with_its_code(request: Request, own_options: argparse.Namespace) -> Request:
-    """Return the request with a copy of its code, if one is wanted and can be made."""
-    if own_options.no_freeze:
-        return replace(request, about_code=freezing.not_frozen("--no-freeze"))
-    try:
-        code = freezing.plan(request.stage, request.folder, request.site.jobs_dir)
-    except NotFrozenError as error:
-        return replace(request, about_code=freezing.not_frozen(str(error)))
-    if own_options.dry_run:
-        return replace(request, about_code=code.would_freeze)
-    return request.with_code(code)
+    code, about_code = freezing.planned_copy(
+        stage, request.folder, site.jobs_dir, no_freeze=own_options.no_freeze, dry_run=own_options.dry_run
+    )
+    request = replace(request, about_code=about_code)
+    return request.with_code(code) if code else request, own_options
 
 
 def choose_stage(stage: Stage, own_options: argparse.Namespace) -> Stage:
