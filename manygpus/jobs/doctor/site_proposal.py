@@ -18,7 +18,7 @@ from manygpus.jobs.doctor.cluster import Association, Cluster, Partition
 from manygpus.jobs.site import DEFAULT_MINUTES, Site
 from manygpus.jobs.stages import STAGES, Resources, resources
 from manygpus.jobs.submit.partition_limits import excess_in
-from manygpus.jobs.submit.slurm_options import sbatch_options
+from manygpus.jobs.submit.slurm_options import trial_options
 from manygpus.record.columns import DDP
 
 # How a job may ask for GPUs, and how far that is from the usual; {kind} is for a kind of GPU and its colon.
@@ -225,12 +225,7 @@ class _Search:
     def trial(self, way: Way, shape: Resources) -> slurm.Trial:
         """Ask whether Slurm would take a job of a shape in a way, and when it would start it."""
         site = self.site._replace(option_templates=dict(way.templates))
-        asked = {
-            "nodes": str(shape.nodes),
-            "ntasks-per-node": str(shape.tasks_per_node),
-            "time": str(way.minutes),
-            **sbatch_options(site, shape),
-        }
+        asked = trial_options(site, shape, way.minutes)
         if not way.partition.is_up:
             # Slurm takes the job, and says a start (seen: 24.11).
             return slurm.Trial(refusal=f"it is {way.partition.fields['State']}")

@@ -66,6 +66,20 @@ def sbatch_options(site: Site, shape: Resources) -> dict[str, str]:
     return options
 
 
+def trial_options(site: Site, shape: Resources, minutes: int) -> dict[str, str]:
+    """Return all options by which Slurm is asked about a job of this shape with this time limit.
+
+    Raises:
+        UserError: as `sbatch_options`.
+    """
+    return {
+        "nodes": str(shape.nodes),
+        "ntasks-per-node": str(shape.tasks_per_node),
+        "time": str(minutes),
+        **sbatch_options(site, shape),
+    }
+
+
 def option_of(variable: str) -> str:
     """Return the option of sbatch that an SBATCH_* variable stands for, without its dashes."""
     option = variable.removeprefix("SBATCH_").lower().replace("_", "-")

@@ -13,7 +13,7 @@ from manygpus.jobs.slurm import Trial, Wait
 from manygpus.jobs.stages import Resources
 from manygpus.jobs.submit import partition_limits
 from manygpus.jobs.submit.request import NOT_FOR_SUBMITIT
-from manygpus.jobs.submit.slurm_options import of_variables, sbatch_options
+from manygpus.jobs.submit.slurm_options import of_variables, trial_options
 
 # Waits of so many days count: the load of a cluster changes over the year.
 DAYS = 14
@@ -32,12 +32,7 @@ def planned(
         minutes: its time limit.
         partitions: those of `partition_limits.read_partitions`, where several shapes are asked for.
     """
-    asked = {
-        "nodes": str(shape.nodes),
-        "ntasks-per-node": str(shape.tasks_per_node),
-        **sbatch_options(site, shape),
-        "time": str(minutes),
-    }
+    asked = trial_options(site, shape, minutes)
     variables = {name: value for name, value in site.sbatch.items() if name not in NOT_FOR_SUBMITIT}
     beyond = partition_limits.excess(of_variables(variables) | asked, partitions)
     if beyond:
