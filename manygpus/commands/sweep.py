@@ -62,8 +62,8 @@ does.
 
 Without Slurm, and with --local, the runs are processes of this machine, one run at a time. With
 --max-jobs 4 four run at a time, each with its part of the cores, and with its own GPUs, or a share if
-there are too few: so many small runs fit into one job. Without GPUs, CPU cores stand in for them, one
-thread each.
+there are too few. Without GPUs, CPU cores stand in for them, one thread each. In Slurm, --per-job 4 lets four
+at a time share a job.
 
 A sweep ends with how many GPUs to ask for (results/how_many_gpus.py)."""
 
@@ -93,6 +93,8 @@ OPTIONS_OF_PLAIN_SWEEPS = {
     "no_freeze",
     "repeats",
     "max_jobs",
+    "per_job",
+    "gpus_per_job",
     "gpus_per_node",
     "cpus_per_gpu",
     "partition",
@@ -129,10 +131,13 @@ def _plan_and_run(own_options: argparse.Namespace, arguments: list[str]) -> tupl
         staging.check(planned_sweep.opts.dataset, planned_sweep.opts.data_dir)
     planned_sweep, about_code = _with_its_code(planned_sweep, stages[0], own_options)
     runs, left_out = planned_sweep.planned(grid)
+    if planned_sweep.per_job > 1:
+        _check_shared_jobs(planned_sweep, runs)
     for reason, count in left_out.items():
         print_line(f"left out ({count}): {reason}")
+    max_jobs = own_options.max_jobs or DEFAULT_MAX_JOBS
     if own_options.dry_run:
-        _print_runs(planned_sweep, runs)
+        _print_runs(planned_sweep, runs, max_jobs)
         _warn_of_shared_files(planned_sweep, runs)
         print_line("\n".join(about_code))
         documents = [_planned_as_json(planned_sweep, run) for run in runs]
@@ -146,7 +151,7 @@ def _plan_and_run(own_options: argparse.Namespace, arguments: list[str]) -> tupl
         exit_code = execution.run(
             planned_sweep,
             runs,
-            own_options.max_jobs or DEFAULT_MAX_JOBS,
+            max_jobs,
             report=partial(_report, own_options=own_options),
         )
     documents = [row.as_json() for row in progress_table.rows(planned_sweep.folder, planned_sweep.metric)]
@@ -178,6 +183,20 @@ def _planned_as_json(planned_sweep: Sweep, run: PlannedRun) -> dict[str, object]
         "state": progress_table.FINISHED if planned_sweep.has_finished(run) else TO_RUN,
         "command": [*run.stage.command, *planned_sweep.script_arguments(run)],
     }
+
+
+def _check_shared_jobs(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
+    """Raise a UserError if runs cannot share jobs."""
+    if planned_sweep.why_here:
+        raise UserError(
+            f"--per-job is for jobs of Slurm ({planned_sweep.why_here}): on this machine --max-jobs says how "
+            "many runs share it."
+        )
+    if any(run.shape.nodes > 1 for run in runs):
+        raise UserError("--per-job is for runs on one node: leave it out, or --gpus-per-node.")
+    most = max(run.shape.gpus for run in runs)
+    if planned_sweep.gpus_per_job and planned_sweep.gpus_per_job < most:
+        raise UserError(f"--gpus-per-job {planned_sweep.gpus_per_job}, and a run needs {most}: raise it.")
 
 
 def _places(planned_sweep: Sweep, runs: list[PlannedRun]) -> str:
@@ -233,6 +252,8 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
         why_here=why_here,
         gpus_here=local_job.gpus_here() if why_here and not opts.no_cuda else 0,
         places=own_options.max_jobs or 1 if why_here else 1,
+        per_job=own_options.per_job,
+        gpus_per_job=own_options.gpus_per_job,
         cpus_per_gpu=own_options.cpus_per_gpu,
         partition=own_options.partition,
         passed_on=submission.passed_on(own_options),
@@ -263,7 +284,7 @@ def _with_its_code(
     return replace(planned_sweep, code=code), about_code
 
 
-def _print_runs(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
+def _print_runs(planned_sweep: Sweep, runs: list[PlannedRun], max_jobs: int) -> None:
     width = max(len(run.name) for run in runs)
     for run in runs:
         state = "finished" if planned_sweep.has_finished(run) else "to run"
@@ -271,7 +292,7 @@ def _print_runs(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
         if run.stage.is_users_own or run.settings:
             command = [*run.stage.command, *planned_sweep.script_arguments(run)]
             print_line(f"    {shlex.join(command)}")
-    execution.print_plan(planned_sweep, runs)
+    execution.print_plan(planned_sweep, runs, max_jobs)
 
 
 def _warn_of_shared_files(planned_sweep: Sweep, runs: list[PlannedRun]) -> None:
@@ -348,6 +369,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
             f"--metric and --goal go together: --goal {MINIMIZE} if the lowest number is the best, as of a "
             f"loss, --goal {MAXIMIZE} if the highest is"
         )
+    if own_options.gpus_per_job and own_options.per_job == 1:
+        parser.error("--gpus-per-job is for --per-job: say how many runs share a job")
     if own_options.gpus is None:
         own_options.gpus = DEFAULT_GPUS_WITH_VARY if own_options.vary else DEFAULT_GPUS
     settings = [setting for option in own_options.vary for choice in option.choices for setting in choice]
@@ -499,6 +522,21 @@ def _add_jobs(parser: Parser) -> None:
         type=at_least(1),
         metavar="N",
         help=f"runs at a time (default: {DEFAULT_MAX_JOBS} jobs in Slurm, one run on this machine)",
+    )
+    jobs.add_argument(
+        "--per-job",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="runs that share a job, on one node: it asks Slurm for what N runs need, and does its part of "
+        "all runs, N at a time (default: 1)",
+    )
+    jobs.add_argument(
+        "--gpus-per-job",
+        type=at_least(1),
+        metavar="N",
+        help="for --per-job: the GPUs of such a job, which its runs share if they are fewer than the runs "
+        "need (default: those of the runs)",
     )
     jobs.add_argument(
         "--gpus-per-node",

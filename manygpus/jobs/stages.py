@@ -93,12 +93,18 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """The shape of a job, in Slurm's words."""
+    """The shape of a job, in Slurm's words.
+
+    Attributes:
+        processes_per_task: those that a task starts, each with memory of its own; 1 if it starts none, or as
+            many as it has GPUs.
+    """
 
     nodes: int
     tasks_per_node: int
     gpus_per_node: int
     cpus_per_task: int
+    processes_per_task: int = 1
 
     def __str__(self) -> str:
         return f"{self.nodes} node(s), {self.tasks} process(es), {self.gpus} GPU(s)"

@@ -12,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checkout import Checkout, wait_until
+from checkout import Checkout, commit_of, wait_until
 from cluster import running_cluster
 from conftest import failed, succeeded
 from json_documents import document
+
+from manygpus.jobs.sweeps import progress_table
 
 # Without PyTorch. It takes up what another run has saved where it saves.
 SCRIPT = """
@@ -133,6 +135,10 @@ def test_a_dry_run_shows_each_command_and_fills_in_what_it_knows_alone(checkout:
     ]
     assert "left out (1): --gpus 3 does not divide" in done.stdout
     assert "all runs start in" not in done.stdout and not sweep.exists()
+    shared = ("--per-job", 2, "--gpus", 2, "--dry-run")
+    for option in ("--gpus-per-node", "--gpus-per-job"):
+        refused = checkout.python("slurm/sweep.py", *shared, option, 1, "--plain", script)
+        assert option in failed(refused)
 
 
 def test_there_is_one_run_for_each_value(checkout: Checkout) -> None:
@@ -191,6 +197,8 @@ def test_options_of_a_stage_are_varied_by_the_same_door(checkout: Checkout) -> N
         ("--gpus 2 --batch-size 7 --plain train.py {batch/gpus}", "7 does not divide evenly among 2 GPUs"),
         ("--vary batch_size=1,2 --stages single", "itself has"),
         ("--metric loss --plain train.py", "--goal"),
+        ("--per-job 2 --plain train.py", "--max-jobs"),
+        ("--gpus-per-job 2 --plain train.py", "--per-job"),
         ("--metric loss=[0-9]+ --goal minimize --plain train.py", "0 groups"),
         ("--metric loss=( --goal minimize --plain train.py", "--metric loss=("),
     ],
@@ -324,6 +332,122 @@ def test_a_sweep_within_a_job_that_comes_back_keeps_what_has_finished(on_cluster
     assert {row["number"]: row["state"] for row in rows(sweep).values()} == dict.fromkeys("123", "finished")
     begun = [(script.parent / f"begun by {number}").read_text() for number in "12"]
     assert begun == ["x", "xx"]
+
+
+# The third takes the place of the first, which has failed. The fourth ends only if it has begun twice.
+SHARING = """
+import os, signal, sys, time
+from pathlib import Path
+
+begun, number = Path(sys.argv[2]), sys.argv[4]
+with begun.open("a") as file:
+    file.write(f"{number} ")
+
+def wait_until_begun(number, times=1):
+    while begun.read_text().split().count(number) < times:
+        time.sleep(0.1)
+
+print("gpu", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+if number == "1":
+    wait_until_begun("2")
+    sys.exit(3)
+if number == "2":
+    wait_until_begun("3")
+    os.kill(os.getpid(), signal.SIGKILL)
+if number == "4":
+    wait_until_begun("4", times=2)
+print("loss", number, "restart", os.environ.get("SLURM_RESTART_COUNT", "0"), *sys.argv[5:])
+"""
+
+
+def test_runs_share_a_job_whose_requeue_does_what_has_not_ended(on_cluster: Checkout) -> None:
+    """They run frozen code, each has an end and a GPU of its own, and a free place takes the next."""
+    script, sweep = write(on_cluster), on_cluster.folder / "a sweep"
+    script.write_text(SHARING)
+    commit_of(script.parent)
+    begun = on_cluster.folder / "begun"
+    options = ("--out", sweep, "--per-job", 2, "--max-jobs", 1, "--vary", "number=1,2,3,4,5")
+    options += ("--metric", "loss", "--goal", "maximize", "--when-requeued", "--again")
+    with ThreadPoolExecutor() as background:
+        swept = background.submit(
+            on_cluster.python, "slurm/sweep.py", *options, "--plain", script, "--begun", begun
+        )
+        fifth = sweep / "train-1gpu-number5-r1"
+        wait_until(lambda: progress_table.has_finished(fifth))
+        script.write_text("raise SystemExit(9)")
+        (log,) = (sweep / "logs").iterdir()
+        job = log.name.removesuffix("_0_log.out")
+        on_cluster.cluster.run(["scontrol", "requeue", job])
+        done = swept.result()
+    assert done.returncode == 1, done.stdout + done.stderr
+    order = begun.read_text().split()
+    assert [{*order[:2]}, order[2], {*order[3:5]}, order[5:]] == [{"1", "2"}, "3", {"4", "5"}, ["4"]]
+    table = rows(sweep)
+    shown = {row["number"]: (row["exit_code"], row["metric"], row["last_line"]) for row in table.values()}
+    first, second = shown.pop("1"), shown.pop("2")
+    assert (first[:2], second[:2]) == (("3", ""), ("137", "")) and {first[2], second[2]} == {"gpu 0", "gpu 1"}
+    assert shown == {
+        "3": ("0", "3.0", "loss 3 restart 0"),
+        "4": ("0", "4.0", "loss 4 restart 1 --again"),
+        "5": ("0", "5.0", "loss 5 restart 0"),
+    }
+    assert [*table][0] == fifth.name
+    listed = [line.split() for line in on_cluster.python("slurm/jobs.py").stdout.splitlines()]
+    states = {words[2]: (words[0], words[3]) for words in listed if words[2].startswith("train-1gpu-number")}
+    ends = {number: (job, "failed" if number in "12" else "done") for number in "12345"}
+    assert states == {f"train-1gpu-number{number}-r1": end for number, end in ends.items()}, listed
+
+
+# The first is stopped and saves. The second hears no signal, and ends by itself once the first has. The third
+# begins after that.
+SAVING = """
+import os, signal, sys, time
+from pathlib import Path
+
+folder, number = Path(sys.argv[2]), sys.argv[4]
+asked, job = [], Path(os.environ["MANYGPUS_JOB_DIR"])
+saved, stopped = job / "checkpoints" / "saved", folder / "stopped"
+print("gpu", os.environ["CUDA_VISIBLE_DEVICES"], "threads", os.environ["OMP_NUM_THREADS"], flush=True)
+if number == "1":
+    signal.signal(signal.SIGUSR2, lambda *_: asked.append(True))
+    (folder / "waits").touch()
+while number == "1" and not saved.exists():
+    time.sleep(0.1)
+    if asked:
+        saved.touch()
+        (job / "stopped").touch()
+        stopped.touch()
+        sys.exit()
+while not stopped.exists():
+    time.sleep(0.1)
+print("ends after the stop")
+"""
+
+
+@pytest.mark.full
+def test_a_shared_job_that_is_stopped_resumes_those_of_its_runs_that_have_saved(on_cluster: Checkout) -> None:
+    """They share its GPU, too, and each is watched."""
+    script, sweep = write(on_cluster), on_cluster.folder / "a sweep"
+    script.write_text(SAVING)
+    options = ("--out", sweep, "--per-job", 2, "--gpus-per-job", 1, "--max-jobs", 1, "--vary", "number=1,2,3")
+    command = ("slurm/sweep.py", *options, "--plain", script, "--folder", script.parent)
+    with ThreadPoolExecutor() as background:
+        swept = background.submit(on_cluster.python, *command, SITE_MONITOR="on", OMP_NUM_THREADS="7")
+        second = sweep / "train-1gpu-number2-r1" / "log.out"
+        wait_until(lambda: (script.parent / "waits").exists() and second.exists())
+        (log,) = (sweep / "logs").iterdir()
+        on_cluster.cluster.run(["scancel", "--signal=USR2", log.name.removesuffix("_0_log.out")])
+        done = succeeded(swept.result())
+    shown = {row["number"]: row["last_line"] for row in rows(sweep).values()}
+    assert shown == dict.fromkeys("123", "ends after the stop"), done.stdout
+    logs = [(sweep / f"train-1gpu-number{number}-r1" / "log.out").read_text() for number in "123"]
+    assert all("gpu 0 threads 2\n" in text and "watch   " in text for text in logs), logs
+    # The first has begun twice.
+    assert len([*sweep.glob("*/job/*_0_log.out")]) == 4
+    asked = (sweep / "train-1gpu.sh").read_text()
+    assert all(
+        f"#SBATCH --{option}\n" in asked for option in ("gpus-per-node=1", "cpus-per-task=4", "mem=16G")
+    )
 
 
 @pytest.mark.full

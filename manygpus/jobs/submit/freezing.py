@@ -96,7 +96,7 @@ class PlannedCopy:
     @property
     def job_env(self) -> Path:
         """Return what the job script sources, which is in the copy if the kit is."""
-        return self._path(JOB_ENV)
+        return self.path_in_copy(JOB_ENV)
 
     @property
     def kit(self) -> Path | None:
@@ -110,16 +110,16 @@ class PlannedCopy:
         """Return the stage with its script, and its program, in the copy."""
         program = stage.program
         if program is None:
-            return replace(stage, script=self._path(stage.script))
+            return replace(stage, script=self.path_in_copy(stage.script))
         program = replace(
             program,
-            path=self._path(program.path),
+            path=self.path_in_copy(program.path),
             user_folder=self.code.sent_from,
             is_frozen=True,
         )
         return replace(stage, script=program.path, program=program)
 
-    def _path(self, path: Path) -> Path:
+    def path_in_copy(self, path: Path) -> Path:
         """Return the path of a script in the copy; that of an installed program stays."""
         name = _name_in(self.code.checkout, path)
         return path if name is None or name not in self.files else self.code.folder / name
@@ -152,7 +152,7 @@ class PlannedCopy:
 
     def _limits_of(self, program: Program | None) -> list[str]:
         """Return a note on a shell script that finds other files by their paths from the current folder."""
-        if program is None or program.is_python or self._path(program.path) == program.path:
+        if program is None or program.is_python or self.path_in_copy(program.path) == program.path:
             return []
         if frozen_code.VARIABLE in program.path.read_text(errors="replace"):
             return []

@@ -16,6 +16,9 @@ from manygpus.jobs.submit.slurm_options import CPUS, OF_SITE, SBATCH, of_variabl
 COMMANDS, LOGS = "commands.txt", "logs"
 # In the folder of a run: links to the folder of its latest job, and to its log.
 JOB, LOG = "job", "log.out"
+# In the folder of a sweep: what jobs that several runs share are to run (sweeps/pack.py), and behind the name
+# of each a link to the folder of its job.
+PACKS, OF_PACK = "packs", "-job"
 
 
 def of_one_job(request: Request) -> str:
@@ -54,10 +57,6 @@ def of_tasks(
         most_at_a_time: how many of the tasks may run at a time.
         after: the numbers of arrays that have to end before.
     """
-    asked = {"array": f"{','.join(map(str, tasks))}%{most_at_a_time}"}
-    if after:
-        # What the user has asked to wait for was waited for by these.
-        asked["dependency"] = f"afterany:{':'.join(after)}"
     log_of_rank = f"{LOGS}/%A_%a_%t_log.out"
     log_of_task = f"{LOGS}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}_0_log.out"
     lines = [
@@ -84,7 +83,7 @@ def of_tasks(
     return _text(
         "Runs of a sweep that ask Slurm for the same, by sweep.py: task N of the array does line N of "
         f"{COMMANDS}.",
-        _directives(request, output=f"{folder}/{LOGS}/%A_%a_0_log.out", **asked),
+        _directives(request, **_of_array(folder, tasks, most_at_a_time, after)),
         [
             *lines,
             "",
@@ -92,6 +91,56 @@ def of_tasks(
             *_launch(request, f'--output="$sweep/{log_of_rank}"', "--open-mode=append"),
         ],
     )
+
+
+def of_packs(
+    request: Request,
+    program: Path,
+    folder: Path,
+    packs: Sequence[int],
+    most_at_a_time: int,
+    after: Sequence[str],
+) -> str:
+    """Return the job script of an array whose task N does the runs of pack N in the folder of a sweep.
+
+    Args:
+        request: the request for any of these jobs, as all ask Slurm for the same.
+        program: what starts the runs in the job.
+        folder, most_at_a_time, after: as for `of_tasks`.
+        packs: the numbers of the packs.
+    """
+    return _text(
+        f"Jobs that runs of a sweep share, by sweep.py: task N of the array does the runs of {PACKS}/N.",
+        _directives(request, **_of_array(folder, packs, most_at_a_time, after)),
+        [
+            "set -euo pipefail",
+            f'pack={shlex.quote(str(folder / PACKS))}/"$SLURM_ARRAY_TASK_ID"',
+            f'ln -sfn {shlex.quote(str(request.site.jobs_dir))}/"$SLURM_JOB_ID" "$pack{OF_PACK}"',
+            *request.kit,
+            f"source {shlex.quote(str(request.job_env))} --plain",
+            "# Each run has a monitor of its own.",
+            "SITE_MONITOR=off",
+            'name_in_sweep="runs of pack $SLURM_ARRAY_TASK_ID"',
+            f'TRAINING=({shlex.quote(str(program))} "$pack")',
+            'begin_job --plain "${TRAINING[@]}"',
+            "",
+            *_launch(request),
+        ],
+    )
+
+
+def _of_array(
+    folder: Path, tasks: Sequence[int], most_at_a_time: int, after: Sequence[str]
+) -> dict[str, str]:
+    """Return the options of sbatch of an array in the folder of a sweep."""
+    asked = {
+        "array": f"{','.join(map(str, tasks))}%{most_at_a_time}",
+        "output": f"{folder}/{LOGS}/%A_%a_0_log.out",
+    }
+    if after:
+        # What the user has asked to wait for was waited for by these.
+        asked["dependency"] = f"afterany:{':'.join(after)}"
+    return asked
 
 
 def _directives(request: Request, **others: str) -> list[str]:

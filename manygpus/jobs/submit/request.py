@@ -34,6 +34,8 @@ class Request:
         threads: the threads of each process on this machine (`local_job.variables`).
         working_dir: the folder that it starts in; None for the one that it is sent from.
         run_name: the name of its run in a sweep.
+        in_job: the number of the job of Slurm that it shares with other runs of a sweep (sweeps/pack.py).
+        restart: how often it has started before in that job.
         code: the frozen code that it runs; None for the files as they are when it starts.
         about_code: what is told of that.
     """
@@ -52,6 +54,8 @@ class Request:
     threads: int | None = None
     working_dir: Path | None = None
     run_name: str = ""
+    in_job: str = ""
+    restart: int = 0
     code: PlannedCopy | None = None
     about_code: tuple[str, ...] = ()
 

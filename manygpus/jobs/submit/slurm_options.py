@@ -94,7 +94,8 @@ def of_variables(variables: Mapping[str, str]) -> dict[str, str]:
 def _numbers(setting: str, shape: Resources) -> dict[str, int]:
     """Return what %d stands for, by the option that it belongs to."""
     cpus_per_node = shape.cpus_per_task * shape.tasks_per_node
-    gb_per_node = MEMORY_PER_GPU_GB * max(shape.gpus_per_node, shape.tasks_per_node)
+    processes_per_node = shape.tasks_per_node * shape.processes_per_task
+    gb_per_node = MEMORY_PER_GPU_GB * max(shape.gpus_per_node, processes_per_node)
     gpus = max(shape.gpus_per_node, 1)
     gpus_per_task = math.ceil(shape.gpus_per_node / shape.tasks_per_node)
     return {

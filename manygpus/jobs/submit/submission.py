@@ -116,9 +116,12 @@ def _starting_here(request: Request) -> Iterator[Submission]:
         variables["PYTHONPATH"] = os.pathsep.join([str(request.code.kit), *others])
     job_folder.prepare(request.folder, plain=request.stage.plain)
     job_folder.keep_script(request.folder, _script_here(request))
+    if request.restart:
+        variables["SLURM_RESTART_COUNT"] = str(request.restart)
+    samples.prepare(request.folder / samples.FOLDER, None)
     if request.site.monitor:
         # The ranks note there where their records are.
-        (request.folder / samples.FOLDER).mkdir()
+        (request.folder / samples.FOLDER).mkdir(exist_ok=True)
     background = local_job.in_the_background(request.folder / local_job.CONTROLLER_LOG)
     with background, _environment(variables), _working_dir(request.working_dir):
         yield sent
@@ -147,7 +150,7 @@ def _script_here(request: Request) -> job_folder.Script:
     else:
         script = job_folder.Script(path=str(stage.script), arguments=[*request.arguments])
         folder = stage.script.parent
-    script = replace(script, run_name=request.run_name)
+    script = replace(script, run_name=request.run_name, array_element=request.in_job)
     if request.code:
         return script.with_code(request.code.code)
     git = ("git", "-C", str(folder.resolve()))

@@ -7,7 +7,9 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from manygpus.config.command_line import own_program
@@ -15,12 +17,13 @@ from manygpus.errors import UserError, print_line, print_table
 from manygpus.files import check_writable, replacing
 from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.submit import job_script, submission
-from manygpus.jobs.sweeps import progress_table
+from manygpus.jobs.sweeps import pack, progress_table
+from manygpus.jobs.sweeps.places import run_in_places
 from manygpus.jobs.sweeps.plan import PlannedRun
 from manygpus.jobs.sweeps.recorded_runs import recorded_runs
 from manygpus.jobs.sweeps.sweep import Sweep
 from manygpus.jobs.watch import job_status
-from manygpus.jobs.watch.job_status import Handle, LocalHandle, SlurmHandle, State
+from manygpus.jobs.watch.job_status import Handle, SlurmHandle, State
 from manygpus.monitor import samples
 from manygpus.record import records
 
@@ -47,7 +50,7 @@ def run(
     Raises:
         UserError: if no job is accepted, or Slurm does not answer.
     """
-    print_plan(sweep, planned, run_seconds)
+    print_plan(sweep, planned, max_jobs, run_seconds)
     print_line(f"results  {sweep.folder}\nresume   {command_to_resume(sweep.folder)}\n")
     failed = finish(sweep, planned, max_jobs, sweep.folder)
     try:
@@ -86,23 +89,8 @@ def _finish_here(sweep: Sweep, runs: Sequence[PlannedRun], watch: "Watch") -> No
     Raises:
         UserError: if one cannot be started. The others are then ended.
     """
-    waiting = [*runs]
-    free = [*range(sweep.places)]
-    active: dict[PlannedRun, Handle] = {}
-    place_of: dict[PlannedRun, int] = {}
-    try:
-        while waiting or active:
-            while waiting and free:
-                run = waiting.pop(0)
-                place_of[run] = free.pop(0)
-                with local_job.in_place(place_of[run], sweep.places, sweep.gpus_here):
-                    active[run] = _start_here(sweep, run)
-            for run in watch.next_ends(active):
-                del active[run]
-                free.append(place_of[run])
-    except BaseException:
-        _leave(active.values())
-        raise
+    start = partial(_start_here, sweep)
+    run_in_places(runs, sweep.places, sweep.gpus_here, start=start, next_ends=watch.next_ends)
 
 
 def _start_here(sweep: Sweep, run: PlannedRun) -> Handle:
@@ -157,66 +145,99 @@ def _send(sweep: Sweep, runs: Sequence[PlannedRun], max_jobs: int) -> dict[Plann
     """
     numbers = sweep.number(runs)
     in_queue = slurm.tasks_sent_from(sweep.folder)
-    handles = {
-        run: _handle(sweep, run, in_queue[number], number)
-        for run, number in numbers.items()
-        if number in in_queue
-    }
+    handles = {}
+    for number, array in in_queue.items():
+        handles |= _handles(sweep, runs, numbers, array, number)
     after = sorted(set(in_queue.values()))
     side_by_side: list[str] = []
     running = 0
-    for alike in _by_shape([run for run in runs if run not in handles]):
-        at_a_time = min(len(alike), max_jobs)
+    for jobs in jobs_of(sweep, [run for run in runs if run not in handles], max_jobs):
+        at_a_time = min(len(jobs), max_jobs)
         if side_by_side and running + at_a_time > max_jobs:
             after, side_by_side, running = side_by_side, [], 0
-        tasks = [numbers[run] for run in alike]
+        tasks = [numbers[job[0]] for job in jobs]
+        alike = [run for job in jobs for run in job]
         try:
-            array = _send_array(sweep, alike, tasks, at_a_time, after)
+            array = _send_array(sweep, jobs, tasks, at_a_time, after)
         except UserError as error:
             if not handles:
                 raise
             print_line(f"{alike[0].name} waits for the end of the jobs that were sent: {error}")
             break
-        handles |= {run: _handle(sweep, run, array, numbers[run]) for run in alike}
+        for task in tasks:
+            handles |= _handles(sweep, alike, numbers, array, task)
         side_by_side.append(array)
         running += at_a_time
         others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-        print_line(f"array {array}: {alike[0].name}{others}")
+        in_jobs = f", in {len(jobs)} job(s)" if sweep.per_job > 1 else ""
+        print_line(f"array {array}: {alike[0].name}{others}{in_jobs}")
     return handles
 
 
-def _by_shape(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """Return the runs in groups that ask Slurm for the same: all jobs of an array do."""
+def jobs_of(sweep: Sweep, runs: Sequence[PlannedRun], max_jobs: int) -> list[list[list[PlannedRun]]]:
+    """Return the runs of each job, in groups that ask Slurm for the same: all jobs of an array do."""
     groups: dict[tuple, list[PlannedRun]] = {}
     for run in runs:
         groups.setdefault((run.stage.name, run.shape), []).append(run)
-    return [*groups.values()]
+    if sweep.per_job == 1:
+        return [[[run] for run in alike] for alike in groups.values()]
+    return [pack.shares(alike, sweep.per_job, max_jobs) for alike in groups.values()]
 
 
 def _send_array(
-    sweep: Sweep, runs: Sequence[PlannedRun], tasks: Sequence[int], at_a_time: int, after: Sequence[str]
+    sweep: Sweep, jobs: Sequence[list[PlannedRun]], tasks: Sequence[int], at_a_time: int, after: Sequence[str]
 ) -> str:
-    """Send runs of one shape, and return the number of their array.
+    """Send jobs of one shape, and return the number of their array.
+
+    Args:
+        jobs: the runs of each job.
+        tasks: the number of the first run of each.
+        at_a_time: how many of them may run at a time.
+        after: the numbers of arrays that have to end before.
 
     Raises:
         UserError: if Slurm refuses it, or would never start it.
     """
-    first = runs[0]
-    request = sweep.request(first)
+    first = jobs[0][0]
+    request = replace(sweep.request(first), resources=sweep.job_shape(jobs))
     submission.check_limits(request)
-    for run in runs:
+    for run in (run for job in jobs for run in job):
         sweep.prepare(run)
+    sweep.write_packs(tasks, jobs)
     check_writable(sweep.folder / job_script.LOGS, "the logs", "free the space, or give a different --out.")
     nodes = f"-{first.shape.nodes}nodes" if first.shape.nodes > 1 else ""
     script = sweep.folder / f"{first.stage.label}-{first.shape.gpus}gpu{nodes}.sh"
+    if sweep.per_job > 1:
+        program = sweep.code.path_in_copy(pack.PROGRAM) if sweep.code else pack.PROGRAM
+        text = job_script.of_packs(request, program, sweep.folder, tasks, at_a_time, after)
+    else:
+        text = job_script.of_tasks(request, sweep.folder, tasks, at_a_time, after)
     with replacing(script) as file:
-        file.write(job_script.of_tasks(request, sweep.folder, tasks, at_a_time, after) + "\n")
+        file.write(f"{text}\n")
     array = submission.send_script(script)
-    submission.check_start(_handle(sweep, first, array, tasks[0]))
+    submission.check_start(_job_of(sweep, first, array, tasks[0]))
     return array
 
 
-def _handle(sweep: Sweep, run: PlannedRun, array: str, task: int) -> SlurmHandle:
+def _handles(
+    sweep: Sweep, runs: Sequence[PlannedRun], numbers: Mapping[PlannedRun, int], array: str, task: int
+) -> dict[PlannedRun, SlurmHandle]:
+    """Return those of the runs that a task of an array does, and for each what tells its state."""
+    names = sweep.names_in_pack(task)
+    if not names:
+        return {run: _job_of(sweep, run, array, task) for run in runs if numbers[run] == task}
+    job_id = f"{array}_{task}"
+    job = SlurmHandle(
+        job_id=job_id,
+        tasks=1,
+        log=job_log.of_rank(sweep.folder / job_script.LOGS, job_id),
+        folder=sweep.pack_file(task).with_name(f"{task}{job_script.OF_PACK}"),
+        results=None,
+    )
+    return {run: _in_pack(sweep, run, job) for run in runs if run.name in names}
+
+
+def _job_of(sweep: Sweep, run: PlannedRun, array: str, task: int) -> SlurmHandle:
     """Return the job of a run, a task of an array."""
     job_id = f"{array}_{task}"
     run_folder = sweep.folder / run.name
@@ -226,6 +247,19 @@ def _handle(sweep: Sweep, run: PlannedRun, array: str, task: int) -> SlurmHandle
         log=job_log.of_rank(sweep.folder / job_script.LOGS, job_id),
         folder=run_folder / job_script.JOB,
         results=None if sweep.plain else run_folder / "runs",
+    )
+
+
+def _in_pack(sweep: Sweep, run: PlannedRun, job: SlurmHandle) -> pack.RunInPack:
+    """Return a run in a job that it shares with others."""
+    run_folder = sweep.folder / run.name
+    return pack.RunInPack(
+        job_id=job.job_id,
+        tasks=run.shape.tasks,
+        log=run_folder / job_script.LOG,
+        folder=run_folder / job_script.JOB,
+        results=None if sweep.plain else run_folder / "runs",
+        job=job,
     )
 
 
@@ -258,7 +292,9 @@ class Watch:
                 for run in self.next_ends(active):
                     del active[run]
         except KeyboardInterrupt:
-            _leave(active.values())
+            jobs = [*dict.fromkeys(handle.job_id for handle in active.values())]
+            arrays = dict.fromkeys(job_id.partition("_")[0] for job_id in jobs)
+            print_line(f"\n{len(jobs)} job(s) continue; to stop them: scancel {' '.join(arrays)}", sys.stderr)
             raise
 
     def next_ends(self, active: Mapping[PlannedRun, Handle]) -> list[PlannedRun]:
@@ -318,21 +354,6 @@ class Watch:
         print_line(f"[{self.ended}/{self.total}] {run.name} {sentence}")
 
 
-def _leave(handles: Iterable[Handle]) -> None:
-    """End the processes of this machine, and tell how to stop the jobs of Slurm, which continue."""
-    arrays = []
-    for handle in handles:
-        if isinstance(handle, LocalHandle):
-            handle.cancel()
-            while handle.state().name == "running":
-                time.sleep(0.1)
-        else:
-            arrays.append(handle.job_id.partition("_")[0])
-    if arrays:
-        words = " ".join(dict.fromkeys(arrays))
-        print_line(f"\n{len(arrays)} job(s) continue; to stop them: scancel {words}", sys.stderr)
-
-
 def _doubt(handle: Handle) -> str:
     """Return what the verdict says of a plain script whose ranks never met, after a semicolon; else ""."""
     for finding in samples.read_findings(handle.folder / samples.FOLDER):
@@ -351,7 +372,9 @@ def command_to_resume(folder: Path) -> str:
     return shlex.join([*command, *sys.argv[1:]])
 
 
-def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | None = None) -> None:
+def print_plan(
+    sweep: Sweep, planned: list[PlannedRun], max_jobs: int, run_seconds: float | None = None
+) -> None:
     """Print how many runs are planned, and how long they take."""
     unfinished = [run for run in planned if not sweep.has_finished(run)]
     plan = f"{len(planned)} runs, {len(planned) - len(unfinished)} of them finished"
@@ -359,9 +382,11 @@ def print_plan(sweep: Sweep, planned: list[PlannedRun], run_seconds: float | Non
         minutes = math.ceil(len(unfinished) * run_seconds / 60)
         plan += f"; the others take at least about {minutes} minute(s)"
     elif not sweep.why_here:
-        gpu_hours = sum(run.shape.gpus for run in unfinished) * sweep.minutes / 60
+        arrays = jobs_of(sweep, unfinished, max_jobs)
+        gpu_hours = sum(len(jobs) * sweep.job_shape(jobs).gpus for jobs in arrays) * sweep.minutes / 60
+        each = f"each of {sum(map(len, arrays))} job(s)" if sweep.per_job > 1 else "each"
         plan += (
-            f"; the others take {gpu_hours:.1f} GPU-hours if each needs its whole time limit of "
+            f"; the others take {gpu_hours:.1f} GPU-hours if {each} needs its whole time limit of "
             f"{sweep.minutes} minutes"
         )
     print_line(plan)

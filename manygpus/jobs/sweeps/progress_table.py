@@ -106,7 +106,7 @@ def has_finished(folder: Path) -> bool:
     outcome = job_folder.read_outcome(job)
     if outcome:
         return outcome.well
-    return _exit_code_here(folder) == 0 and job_folder.stopped(job) is None
+    return exit_code_here(folder) == 0 and job_folder.stopped(job) is None
 
 
 def _ended(folder: Path) -> Ended:
@@ -118,7 +118,7 @@ def _ended(folder: Path) -> Ended:
     # A job on this machine, or one without its outcome.
     rank = next(iter(job_folder.notes(folder / JOB, "failed")), 0)
     line = job_log.last_line(_log(folder, rank))
-    return Ended(_seconds_here(folder / JOB), _exit_code_here(folder), line)
+    return Ended(seconds_here(folder / JOB), exit_code_here(folder), line)
 
 
 def _log(folder: Path, rank: int) -> list[str]:
@@ -127,7 +127,7 @@ def _log(folder: Path, rank: int) -> list[str]:
     return job_log.last_lines(job_log.of_rank(log.parent, name, rank))
 
 
-def _seconds_here(job: Path) -> float | None:
+def seconds_here(job: Path) -> float | None:
     """Return how long a job on this machine took, by the times of its notes."""
     notes = job_folder.notes(job, "finished", "failed", "lost")
     ended_at = [note.stat().st_mtime for note in notes.values()]
@@ -136,7 +136,7 @@ def _seconds_here(job: Path) -> float | None:
     return round(max(ended_at) - (job / job_folder.SCRIPT).stat().st_mtime, 1)
 
 
-def _exit_code_here(folder: Path) -> int | None:
+def exit_code_here(folder: Path) -> int | None:
     """Return the exit code of a job on this machine: that of the rank that failed first."""
     job = folder / JOB
     finished = job_folder.notes(job, "finished")

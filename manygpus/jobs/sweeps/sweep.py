@@ -23,12 +23,13 @@ from manygpus.config.options import Options
 from manygpus.errors import UserError
 from manygpus.files import check_writable, explained, locked, replacing
 from manygpus.jobs.site import Site
-from manygpus.jobs.stages import Stage
+from manygpus.jobs.stages import Resources, Stage
 from manygpus.jobs.submit import job_script, submission
 from manygpus.jobs.submit.freezing import PlannedCopy
 from manygpus.jobs.submit.request import Request, new_folder, read_options
-from manygpus.jobs.sweeps import progress_table, varied_options
+from manygpus.jobs.sweeps import pack, progress_table, varied_options
 from manygpus.jobs.sweeps.metric import Metric
+from manygpus.jobs.sweeps.pack import Pack
 from manygpus.jobs.sweeps.plan import Grid, PlannedRun, SweepPlan
 from manygpus.jobs.sweeps.recorded_runs import recorded_runs
 from manygpus.jobs.sweeps.varied_options import Settings
@@ -46,6 +47,8 @@ class Sweep:
         why_here: why the runs are on this machine; "" if they go to Slurm.
         gpus_here: the GPUs of this machine that they may use.
         places: how many runs this machine has at a time.
+        per_job: how many runs share a job of Slurm at a time.
+        gpus_per_job: the GPUs of such a job; None for those of all these runs together.
         plain: its script does not use the kit, and gets only its own arguments.
         passed_on: options of sbatch and their values, for all runs.
         chdir: each run starts in its own folder.
@@ -64,6 +67,8 @@ class Sweep:
     why_here: str
     gpus_here: int = 0
     places: int = 1
+    per_job: int = 1
+    gpus_per_job: int | None = None
     cpus_per_gpu: int = 2
     partition: str | None = None
     passed_on: Mapping[str, str] = field(default_factory=dict)
@@ -230,6 +235,40 @@ class Sweep:
             threads=1 if self.why_here else None,
         )
         return request.with_code(self.code) if self.code else request
+
+    def places_per_job(self, jobs: Sequence[list[PlannedRun]]) -> int:
+        """Return how many runs each of these jobs of an array has at a time."""
+        return min(self.per_job, max(map(len, jobs)))
+
+    def job_shape(self, jobs: Sequence[list[PlannedRun]]) -> Resources:
+        """Return the shape of these jobs of an array, which are given by their runs."""
+        of_run = jobs[0][0].shape
+        return (
+            of_run if self.per_job == 1 else pack.shape(of_run, self.places_per_job(jobs), self.gpus_per_job)
+        )
+
+    def pack_file(self, task: int) -> Path:
+        """Return the file with what a task of an array does, where runs share jobs."""
+        return self.folder / job_script.PACKS / str(task)
+
+    def write_packs(self, tasks: Sequence[int], jobs: Sequence[list[PlannedRun]]) -> None:
+        """Write what each task of an array does, if runs share jobs.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        for task, runs in zip(tasks, jobs, strict=True):
+            self.pack_file(task).unlink(missing_ok=True)
+            if self.per_job > 1:
+                requests = tuple(pack.within(self.request(run)) for run in runs)
+                places, gpus = self.places_per_job(jobs), self.job_shape(jobs).gpus
+                Pack(requests, places, gpus).write(self.pack_file(task))
+
+    def names_in_pack(self, task: int) -> list[str]:
+        """Return the names of the runs that a task of an array does; none if it does that with its number."""
+        if not self.pack_file(task).exists():
+            return []
+        return [request.run_name for request in Pack.read(self.pack_file(task)).requests]
 
     def number(self, runs: Sequence[PlannedRun]) -> dict[PlannedRun, int]:
         """Write the runs into `commands.txt`, and return the number of the line of each, from 1 on.

@@ -7,8 +7,8 @@ ended well by their folders.
 import re
 import shlex
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manygpus import job_folder, launchers, log_words
@@ -129,7 +129,7 @@ def jobs(site: Site) -> list[JobRow]:
     for folder in (site.jobs_dir / "submitit").glob("*"):
         submitted = local_job.submitted(folder)
         if submitted.job_id and not submitted.by_slurm:
-            rows[folder] = _of_this_machine(submitted.job_id, folder)
+            rows[folder] = _of_this_machine(submitted.job_id, folder, status)
     begun = [rows[folder] for folder in sorted(rows, key=_began_at)]
     waiting = _queue(site.jobs_dir, begun=by_slurm)
     return begun + waiting
@@ -184,12 +184,22 @@ def of_folder(number: str, folder: Path, outcome: Outcome | None, status: JobSta
     )
 
 
-def _of_this_machine(number: str, folder: Path) -> JobRow:
-    """Return the row of a job that runs, or ran, without Slurm: on this machine, or on the node of a job."""
+def _of_this_machine(number: str, folder: Path, status: Mapping[str, JobStatus]) -> JobRow:
+    """Return the row of a job that runs, or ran, without Slurm: on this machine, or on the node of a job.
+
+    Args:
+        number: that of the process that controls its ranks.
+        folder: the job's folder.
+        status: what Slurm says of jobs, by their numbers.
+    """
+    script = job_folder.read_script(folder)
+    log = job_log.of_rank(folder, number)
+    if script and script.array_element:
+        row = _of_shared_job(number, folder, status.get(script.array_element))
+        return replace(row, log=str(log))
     began = _began_at(folder)
     # Notes of ranks that have not come to an end.
     nodes = {job_folder.read(note) for note in job_folder.notes(folder, "started").values()}
-    log = job_log.of_rank(folder, number)
     failed = job_folder.notes(folder, "failed")
     ended = job_folder.notes(folder, "failed", "finished", "lost")
     findings = samples.read_findings(folder / samples.FOLDER)
@@ -208,7 +218,6 @@ def _of_this_machine(number: str, folder: Path) -> JobRow:
             state = "failed"
             reasons = Evidence(folder, job_log.read(log)).reasons()
             note = reasons[0].text if reasons else ""
-    script = job_folder.read_script(folder)
     return JobRow(
         number=number,
         name=script.job_name if script else "",
@@ -220,6 +229,22 @@ def _of_this_machine(number: str, folder: Path) -> JobRow:
         frozen_in=script.frozen_in if script else "",
         findings=findings,
     )
+
+
+def _of_shared_job(number: str, folder: Path, status: JobStatus | None) -> JobRow:
+    """Return the row of a run of a sweep that shares a job of Slurm with others (sweeps/pack.py).
+
+    Args:
+        number: that of the process that controls its ranks.
+        folder: the run's own.
+        status: what Slurm says of the job.
+    """
+    outcome = job_folder.read_outcome(folder)
+    if outcome and not outcome.requeued:
+        return of_folder(number, folder, outcome, None)
+    if outcome and status and status.state not in (slurm.COMPLETED, slurm.UNKNOWN, *slurm.FAILED):
+        status = JobStatus(slurm.QUEUED[0], "it resumes when its job has come back")
+    return of_folder(number, folder, outcome, status)
 
 
 def _why(folder: Path, outcome: Outcome | None, state_in_slurm: str) -> str:
