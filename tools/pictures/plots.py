@@ -53,7 +53,7 @@ def front() -> Picture:
         "Speedup with enough and with too few loader workers, and efficiency up to 256 GPUs", 372
     )
     picture.text(20, 26, "Why do more GPUs not help?", NORMAL, bold=True)
-    picture.text(20, 46, "ResNet-50 on V100: times one GPU", colour="muted")
+    picture.text(20, 46, "ResNet-50 on V100, weak scaling: times one GPU", colour="muted")
     counts = [1, 2, 4, 8, 16, 32]
     across = Scale(1, 32, 52, 318, math.log2)
     down = Scale(1, 32, 316, 76, math.log2)
@@ -62,8 +62,8 @@ def front() -> Picture:
     picture.line([(across(1), down(1)), (across(32), down(32))], "muted", 1.5, "6 4")
     picture.text(across(11.4), down(15.4), "ideal", anchor="end", colour="muted", on_lines=True)
     lines = {
-        ENOUGH_WORKERS: Line("48 workers", "compute", "circle"),
-        FEW_WORKERS: Line("8 workers", "waiting", "square"),
+        ENOUGH_WORKERS: Line("48 loaders", "compute", "circle"),
+        FEW_WORKERS: Line("8 loaders", "waiting", "square"),
     }
     for series, look in lines.items():
         speedups = _speedups(_throughputs(series))
@@ -73,11 +73,8 @@ def front() -> Picture:
         last = down(speedups[32])
         picture.text(328, last + 3, f"{speedups[32]:.1f} x", NORMAL, bold=True)
         picture.text(328, last + 20, look.name)
-    before, after = (_throughputs(FEW_WORKERS)[gpus] for gpus in (4, 8))
-    picture.text(across(3.4), down(2.15), "4 and 8 GPUs:", on_lines=True)
-    picture.text(across(3.4), down(1.5), f"{before:,.0f} and {after:,.0f} images/s", on_lines=True)
     picture.text(440, 26, "How many should I ask for?", NORMAL, bold=True)
-    picture.text(440, 46, "1.3 billion weights on H100: efficiency, %", colour="muted")
+    picture.text(440, 46, "1.3 B weights on H100, weak scaling: % of 8 GPUs", colour="muted")
     efficiencies = _efficiencies(_throughputs(LANGUAGE_MODEL))
     down = Scale(0, 100, 316, 76)
     picture.y_axis(down, [0, 20, 40, 60, 80, 100], 472, 786)

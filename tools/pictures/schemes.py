@@ -142,23 +142,23 @@ def processes() -> Picture:
 def hang() -> Picture:
     """Two stacks of ranks that hang: each waits in a collective that the other does not reach."""
     picture = Picture(
-        "A hang: rank 0 waits in a barrier, rank 1 in an all-reduce, and neither call has a partner", 338
+        "A hang: rank 0 waits in a barrier, rank 1 in an all-reduce, and neither call has a partner", 328
     )
     stacks = [
-        ("rank 0 (and rank 2)", ["main, line 66", "save, line 44"], "barrier"),
-        ("rank 1", ["main, line 60", "average_gradients, line 30"], "all_reduce"),
+        ("rank 0 (and rank 2)", "barrier", ["save, line 44", "main, line 66"]),
+        ("rank 1", "all_reduce", ["average_gradients, line 30", "main, line 60"]),
     ]
-    for number, (rank, calls, collective) in enumerate(stacks):
+    for number, (rank, collective, calls) in enumerate(stacks):
         left = 40 + 470 * number
         picture.text(left + 125, 28, rank, NORMAL, "middle", bold=True)
         picture.box(
-            left, 46, 250, 38, "all_reduce", code=True, fill="communication-tint", stroke="communication"
+            left, 232, 250, 38, "all_reduce", code=True, fill="communication-tint", stroke="communication"
         )
         for row, call in enumerate(calls):
-            picture.box(left, 124 + 40 * row, 250, 40, call, code=True)
+            picture.box(left, 92 + 40 * row, 250, 40, call, code=True)
         picture.box(
             left,
-            204,
+            46,
             250,
             46,
             f"{collective}: waits",
@@ -168,17 +168,17 @@ def hang() -> Picture:
             stroke="waiting",
             thick=3,
         )
-    picture.arrow((292, 65), (508, 65), colour="communication", thick=3, both=True)
-    picture.text(400, 54, "the one before: all met", anchor="middle")
-    picture.lines(400, 160, ["the stacks now,", "outermost call on top"], anchor="middle", colour="muted")
-    for start, end in (((292, 227), (352, 227)), ((508, 227), (448, 227))):
+    picture.arrow((292, 251), (508, 251), colour="communication", thick=3, both=True)
+    picture.text(400, 240, "the one before: all met", anchor="middle")
+    picture.lines(400, 128, ["the stacks now,", "innermost call on top"], anchor="middle", colour="muted")
+    for start, end in (((292, 69), (352, 69)), ((508, 69), (448, 69))):
         picture.arrow(start, end, colour="waiting", thick=3, dashes="5 5")
-    picture.text(400, 234, "?", 22, "middle", bold=True)
-    picture.text(165, 282, "until rank 1 comes to the barrier: never", anchor="middle")
-    picture.text(635, 282, "until rank 0 comes to the all_reduce: never", anchor="middle")
+    picture.text(400, 76, "?", 22, "middle", bold=True)
+    picture.text(165, 194, "until rank 1 comes to the barrier: never", anchor="middle")
+    picture.text(635, 194, "until rank 0 comes to the all_reduce: never", anchor="middle")
     picture.text(
         400,
-        318,
+        308,
         "Look for the condition that only some ranks have passed: here the one that leads to save().",
         anchor="middle",
     )
@@ -327,7 +327,7 @@ def what_fits() -> Picture:
         ),
         (
             ["Does one GPU hold the largest layer,", "with its activations?"],
-            ["Sharded data parallel (FSDP).", "Network too slow? Pipeline"],
+            ["Sharded data parallel (FSDP).", "Connection too slow? Pipeline"],
         ),
     ]
     step, tall, middle = 84, 54, 218
