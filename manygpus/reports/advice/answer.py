@@ -37,10 +37,11 @@ MOST_FACTOR_OF_EQUAL_RUNS = 1.5
 # The relative error of the model on held-out runs beyond which it explains nothing.
 MOST_ERROR = 0.3
 LEGEND = (
-    "The 90 % interval of a number is in brackets. `eff. %` is the speedup over one device with the same "
-    "global batch, unless a note says otherwise, divided by the number of devices. `minutes` count from the "
-    "start of the process, and include the evaluations. `pays from` is the number of {samples} per epoch "
-    "above which such a run, start-up included, finishes before a run on one device; 0 means any number."
+    "In brackets is where 90 % of the fits of the model lie. `eff. %` is the speedup over one device with "
+    "the same global batch, unless a note says otherwise, divided by the number of devices. `minutes` count "
+    "from the start of the process, and include the evaluations. `pays from` is the number of {samples} per "
+    "epoch above which such a run, start-up included, finishes before a run on one device; 0 means any "
+    "number."
 )
 HOW_FAR_TO_TRUST = "How far may I trust this?"
 NOT_REACHED = "not reached"
