@@ -23,6 +23,6 @@ source "$SLURM_SUBMIT_DIR/../slurm/job_env.sh"
 choose_training mnist_ddp.py "$@"
 
 # srun starts every rank. If a rank fails, srun ends the others at once (--kill-on-bad-exit), and if one leaves early,
-# after 60 seconds (--wait). Otherwise they would wait for it until the time limit.
+# after 60 seconds (--wait). Otherwise they would notice late, or never if they are outside any collective.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 "${SITE_SRUN_ARGS[@]}" \
     "${SITE_CONTAINER[@]}" python "${TRAINING[@]}"
