@@ -76,7 +76,10 @@ WRONG = [
     ("job.sh", "00:10:00", "2-00:00:00", "waits longer in the queue"),
     ("job.sh", "00:10:00", "soon", "neither HH:MM:SS"),
     ("job.sh", "--mem=8G", "--mem=8", "in MB"),
-    ("job.sh", "#!/bin/bash\n", "#!/bin/sh\n", "sbatch refuses it"),
+    ("job.sh", "--mem=8G", "--mem=900G", "asks for 900 GB"),
+    ("job.sh", "--mem=8G", "--mem=0", "all memory of the node"),
+    ("job.sh", "#!/bin/bash\n", "#!/bin/sh\n", "may lack"),
+    ("job.sh", "#!/bin/bash\n", "#!/bin/bash -l\n", "sets PATH anew"),
     ("job.sh", "#!/bin/bash\n", "\ufeff#!/bin/bash\n", "sbatch refuses it"),
     ("job.sh", SET, "set -uo pipefail\n", "continues after an error"),
     ("job.sh", SET, SET + "cd no/such/folder\n", "before it reaches srun"),
@@ -93,6 +96,10 @@ WRONG = [
     ("job.sh", PYTHON, PYTHON + " &", "ends as if it had gone well"),
     ("job.sh", PYTHON, PYTHON + "'", "bash cannot read it"),
 ]
+TOLD_WHEN_DONE = [
+    ("job.sh", "#!/bin/bash\n", "#!/usr/bin/env bash\n", "asks for what the training needs"),
+    ("job.sh", "--mem=8G", "--mem-per-cpu=4000", "asks for what the training needs"),
+]
 # Stands in for srun: notes how it was called, and ends as the training is said to.
 STAND_IN = """\
 #!/bin/sh
@@ -104,6 +111,7 @@ with open({notes!r}, "a") as file:
 sys.exit({exit_code})
 END
 """
+MOST_GIGABYTES = 64  # for a job that needs 8
 FAILURE = 3  # the exit code of a training that fails
 SECONDS = 60  # for the script, whose training is not started
 HOST_LINE = re.compile(r"^host (\S+), (\w+), (\d+) cores$", re.MULTILINE)
@@ -121,11 +129,12 @@ def check(workspace: Workspace) -> str:
     prediction = workspace.answers().word("prediction", "terminal", "file")
     text = workspace.text(JOB)
     content = (workspace.folder / JOB).read_bytes()
-    if not content.startswith(b"#!/bin/bash\n") or b"\r" in content or b"\0" in content:
+    if not content.startswith(b"#!") or b"\r" in content or b"\0" in content:
         raise Wrong(
             f"mine/{JOB} must begin with the line #!/bin/bash, and no line may end as in Windows: otherwise "
             "sbatch refuses it."
         )
+    _check_first_line(text)
     stage = workspace.folder.parents[2]
     _check_lines(text.splitlines())
     options = requested(text)
@@ -139,6 +148,19 @@ def check(workspace: Workspace) -> str:
         f"{_job(options, stage)} The output goes into the file that --output names, {as_expected}, since "
         "sbatch returns before the job begins."
     )
+
+
+def _check_first_line(text: str) -> None:
+    shell, *commands = text.splitlines()
+    if not re.match(r"#!\s*(/\S*/|/usr/bin/env )bash\b", shell):
+        raise Wrong(f"mine/{JOB} begins with {shell}: write #!/bin/bash, since sh may lack `pipefail`.")
+    activates = re.search(r"^\s*(source|\.|module|conda|micromamba) ", "\n".join(commands), re.MULTILINE)
+    if re.search(r"\s(-\w*l|--login)", shell) and not activates:
+        raise Wrong(
+            f"mine/{JOB} begins with {shell}: a login shell reads your profile, which on many clusters sets "
+            "PATH anew, so `python` is no longer that of your environment (`No module named torch`). Leave "
+            "out -l, or activate the environment in the script."
+        )
 
 
 def _check_lines(lines: list[str]) -> None:
@@ -163,10 +185,7 @@ def _check_options(options: dict[str, str], stage: Path) -> None:
     memory = next((options[name] for name in ("mem", "mem-per-cpu", "mem-per-gpu") if name in options), None)
     if memory is None:
         raise Wrong(f"mine/{JOB}: a line `#SBATCH --mem=...` is missing.")
-    if not re.fullmatch(r"[1-9]\d*([GT]|\d{3}M?|\d{6}K)B?", memory, re.IGNORECASE):
-        raise Wrong(
-            f"--mem={memory}: a number without a unit is in MB. Python and PyTorch need several GB: 8G."
-        )
+    _check_memory_size(memory, options)
     if not re.fullmatch(r"[2-9]|1\d", options["cpus-per-task"]):
         raise Wrong(
             f"--cpus-per-task={options['cpus-per-task']}: ask for 2 or a few more. With 1, a training and "
@@ -195,6 +214,25 @@ def _check_options(options: dict[str, str], stage: Path) -> None:
     if not (stage / folder).is_dir():
         raise Wrong(
             f"There is no folder {folder}: a job whose log cannot be written fails without a message."
+        )
+
+
+def _check_memory_size(memory: str, options: dict[str, str]) -> None:
+    size = re.fullmatch(r"(\d+)([KMGT]?)B?", memory, re.IGNORECASE)
+    if size is None:
+        raise Wrong(f"--mem={memory}: Slurm wants a number and a unit, such as 8G.")
+    gigabytes = int(size[1]) * {"K": 1 / 1024**2, "M": 1 / 1024, "G": 1, "T": 1024}[size[2].upper() or "M"]
+    if "mem-per-cpu" in options and "mem" not in options and options["cpus-per-task"].isdecimal():
+        gigabytes *= int(options["cpus-per-task"])
+    if gigabytes == 0 or gigabytes > MOST_GIGABYTES:
+        amount = "all memory of the node" if gigabytes == 0 else f"{gigabytes:.0f} GB"
+        raise Wrong(
+            f"--mem={memory} asks for {amount}: the job would wait for a node with so much free memory, and "
+            "leave it unused. Ask for 8 GB or a little more."
+        )
+    if gigabytes < 1:
+        raise Wrong(
+            f"--mem={memory}: a number without a unit is in MB. Python and PyTorch need several GB: 8G."
         )
 
 
@@ -227,6 +265,7 @@ def _check_commands(path: Path, text: str) -> None:
         )
     commands = re.sub(r"(^|\s)#.*", "", text.replace("\\\n", " "))
     flags = " ".join(re.findall(r"^\s*set (.*)", commands, re.MULTILINE))
+    flags += text.partition("\n")[0].partition("bash")[2]
     if not re.search(r"-\w*e|errexit", flags):
         raise Wrong(
             f"mine/{JOB}: without `set -euo pipefail` the job continues after an error, and may end as if "
@@ -277,7 +316,12 @@ def _run(script: Path, stage: Path, cores: str, exit_code: int) -> Started:
         }
         try:
             done = subprocess.run(
-                ["bash", copy], cwd=stage, env=environment, capture_output=True, text=True, timeout=SECONDS
+                ["bash", *re.findall(r"\s(-[eux]+)\b", script.read_text().partition("\n")[0]), copy],
+                cwd=stage,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
             )
         except subprocess.TimeoutExpired:
             raise Wrong(

@@ -1,5 +1,6 @@
 """Tries the learner's formulas on made-up epochs, and compares the answers with the learner's own runs."""
 
+from manygpus.record.columns import COLUMNS
 from manygpus.workshop.work import Workspace, Wrong, is_close
 
 ANSWERS = """\
@@ -79,6 +80,7 @@ WRONG = [
     ("scaling.py", 'not epoch["warmup"]', "True", "marked as `warmup`"),
     ("scaling.py", 'epochs[-1]["elapsed_s"]', 'sum(x["train_seconds"] for x in epochs)', "only the training"),
     ("scaling.py", 'epochs[-1]["elapsed_s"]', 'sum(x["elapsed_s"] for x in epochs)', "keeps counting"),
+    ("scaling.py", 'epochs[-1]["elapsed_s"]', 'sum(x["eval_seconds"] for x in epochs)', "only the tests"),
     ("scaling.py", "return two / one\n", "return one / two\n", "upside down"),
     ("scaling.py", "return two / one / devices", "return devices * one / two", "Efficiency is upside down"),
     ("scaling.py", "return two / one / devices", "return two / one", "not divided"),
@@ -89,11 +91,17 @@ WRONG = [
     ("answers.txt", "gains_more = epoch", "gains_more = run", "tests"),
     ("runs/*.csv", "1,1,1,CPU", "1,1,1,Xeon", "cannot be compared"),
 ]
-# Of a made-up run: two epochs that count, and one that warms up.
+# Of a made-up run: two epochs that count, and one that warms up. Before them, the start took a second. They
+# have every column of a CSV, since a formula may use any.
 EPOCHS = [
-    {"warmup": 1.0, "images_per_s": 100.0, "train_seconds": 10.0, "elapsed_s": 15.0},
-    {"warmup": 0.0, "images_per_s": 200.0, "train_seconds": 5.0, "elapsed_s": 22.0},
-    {"warmup": 0.0, "images_per_s": 220.0, "train_seconds": 4.5, "elapsed_s": 29.0},
+    dict.fromkeys(COLUMNS, 1.0)
+    | {"warmup": warmup, "images_per_s": speed}
+    | {"train_seconds": train, "eval_seconds": test, "elapsed_s": end}
+    for warmup, speed, train, test, end in (
+        (1.0, 100.0, 10.0, 4.0, 15.0),
+        (0.0, 200.0, 5.0, 2.0, 22.0),
+        (0.0, 220.0, 4.5, 2.5, 29.0),
+    )
 ]
 
 
@@ -180,6 +188,8 @@ def _formulas(program: object) -> None:
             29,
             {
                 19.5: "that is only the training, without the start and the tests",
+                28: "that lacks the start of the process",
+                8.5: "that is only the tests",
                 66: "`elapsed_s` keeps counting from epoch to epoch, so do not add it up",
             },
         ),

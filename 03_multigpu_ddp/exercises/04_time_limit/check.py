@@ -7,12 +7,12 @@ from manygpus.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
 # After kill -9, with --save-every 100: at most how many steps will the training do twice?
-prediction = 99
+prediction = 100
 
 # Where it resumed after kill -9
 epoch = 1
 step = 100
-# At its first limit: after how many steps of the epoch it stopped, and after how many it resumed
+# A stop by a signal: after how many steps of the epoch it stopped, and after how many it then resumed
 saved_after = 160
 resumed_after = 160
 # Killed with kill -9 after step 599 of an epoch, how many steps would it do twice?
@@ -49,6 +49,9 @@ WRONG = [
     ("answers.txt", "repeated = 99", "repeated = 599", "every 100 steps"),
     ("answers.txt", "= KILL", "= TERM", "has a handler"),
 ]
+TOLD_WHEN_DONE = [
+    ("answers.txt", "160\nresumed_after = 160", "280\nresumed_after = 280", "saved after step 280"),
+]
 SAVE_EVERY = 100
 RESUMED = re.compile(r"resumed from \S+: epoch (\d+), (\d+) of (\d+) steps done")
 STOPPED = re.compile(r"saved and stopped in epoch (\d+) after (\d+) of (\d+) steps")
@@ -71,7 +74,7 @@ def check(workspace: Workspace) -> str:
         raise Wrong("There is no log mine/job.txt yet. Run the commands of the README, or use `recorded`.")
     resumes = _resumes(workspace.text(logs[0]))
     killed = next((resume for resume in resumes if resume.stopped is None), None)
-    limited = next((resume for resume in resumes if resume.stopped), None)
+    limits = [resume for resume in resumes if resume.stopped]
     if killed is None:
         raise Wrong(
             "In the log, no training resumes after a kill: each `resumed from` follows a `saved and "
@@ -79,7 +82,7 @@ def check(workspace: Workspace) -> str:
             "again. If you have done that, one of the starts saved in a different folder: give all of them "
             "the same MANYGPUS_JOB_DIR, in one shell."
         )
-    if limited is None:
+    if not limits:
         raise Wrong(
             "In the log, no limit has stopped the training: no `resumed from` follows a `saved and stopped`."
         )
@@ -89,16 +92,20 @@ def check(workspace: Workspace) -> str:
             "After kill -9 the training does not resume at your `epoch` and `step`. Both are in the first "
             "`resumed from` that no `saved and stopped` precedes."
         )
-    _check_limit(answers.number("saved_after"), answers.number("resumed_after"), limited)
+    saved_after = answers.number("saved_after")
+    limited = next((resume for resume in limits if resume.stopped[1] == saved_after), None)
+    if limited is None:
+        raise Wrong("`saved_after`: the number is in a line `saved and stopped` of the log.")
+    _check_limit(answers.number("resumed_after"), limited)
     _check_repeated(answers.number("repeated"))
     if answers.word("never_caught", "usr2", "term", "kill") != "kill":
         raise Wrong("`never_caught`: the script has a handler for that one, in STOP_SIGNALS, and saves.")
     return (
         f"After kill -9 the training returned to step {killed.step} of epoch {killed.epoch}, its newest "
-        f"checkpoint: at most {SAVE_EVERY - 1} steps are done twice (you predicted {predicted:g}). At the "
-        f"limit it was warned, saved after step {limited.step}, and resumed with the next one. So save "
-        "regularly for ends that nobody announces, and at a signal for those that Slurm announces. Write a "
-        "new file before you replace the old one, since a kill may come while you write."
+        f"checkpoint: up to {SAVE_EVERY} steps are done twice, if the kill comes while one is written (you "
+        f"predicted {predicted:g}). At the limit it was warned, saved after step {limited.step}, and resumed "
+        "with the next one. So save regularly for ends that nobody announces, and at a signal for those that "
+        "Slurm announces. Write a new file before you replace the old one."
     )
 
 
@@ -120,10 +127,8 @@ def _resumes(log: str) -> list[Resume]:
     return resumes
 
 
-def _check_limit(saved_after: float, resumed_after: float, limited: Resume) -> None:
+def _check_limit(resumed_after: float, limited: Resume) -> None:
     stopped_in, after = limited.stopped
-    if saved_after != after:
-        raise Wrong("`saved_after`: the number is in the first line `saved and stopped` of the log.")
     if resumed_after != limited.step:
         raise Wrong(
             f"`resumed_after`: in the next `resumed from` after that line, {limited.step} steps are done."

@@ -55,6 +55,7 @@ SOLUTION = {
 STARTS_WITH = "`prediction`"
 SCRIPT = "train.py"
 SUM = "        dist.all_reduce(mean)  # all ranks compare the same number, so all of them save, or none\n"
+WORST = "        dist.all_reduce(mean, op=dist.ReduceOp.MAX)\n        mean *= dist.get_world_size()\n"
 OF_RANK_0 = "        dist.broadcast(mean, src=0)\n        mean *= dist.get_world_size()\n"
 IF = "        if error < best:\n            best = error\n            saved.append(epoch)\n"
 SAVE = "            save(model)\n"
@@ -70,13 +71,14 @@ WRONG = [
     (SCRIPT, SUM, "", "wait for each other in vain"),
     (SCRIPT, IF, IF.replace("error", "rank == 0 and error", 1), "wait for each other in vain"),
     (SCRIPT, SUM, OF_RANK_0, "the mean error does not decide"),
+    (SCRIPT, SUM, WORST, "such as the worst"),
     (SCRIPT, IF + SAVE, "        error *= 1 + epoch * rank\n" + IF + ALWAYS, "each rank still decides"),
 ]  # fmt: skip
 LINES = (Path(__file__).parent / "starter" / SCRIPT).read_text().splitlines()
 WHERE = {line.strip(): number for number, line in enumerate(LINES, start=1)}
 STANDS = [WHERE["dist.barrier()"], WHERE["dist.all_reduce(weights.grad)"], WHERE["dist.barrier()"]]
 CALLS = WHERE["save(model)"], WHERE["average_gradients(model)"]
-LOWEST = [0, 1, 2, 3]  # epochs
+LOWEST = [0, 1, 2, 3, 4]  # epochs
 
 
 def check(workspace: Workspace) -> str:
@@ -88,8 +90,9 @@ def check(workspace: Workspace) -> str:
         f"The script runs to the end, and all ranks save together. You predicted that {prediction:.0f} ranks "
         "would stand still: all three did. The error of rank 1 was worse than before, so rank 1 skipped the "
         "barrier, and waited in the next collective, which no other rank called. After half an hour, gloo's "
-        "default timeout, an error would have named the lines that wait, not the line that is wrong. NCCL's "
-        "watchdog ends a job after ten minutes, and also names only the collective that waits."
+        "default timeout, an error would have named the lines that wait, not the line that is wrong. With "
+        "NCCL, PyTorch's watchdog ends a job after ten minutes, and also names only the collective that "
+        "waits."
     )
 
 
@@ -135,5 +138,5 @@ def check_saved(saved: list[list[int]]) -> None:
     if saved[0] != LOWEST:
         raise Wrong(
             f"All ranks save in the epochs {saved[0]}, but the mean error does not decide: by that, the "
-            f"epochs would be {LOWEST}. Does one station decide for all?"
+            f"epochs would be {LOWEST}. Does one station decide for all, such as the worst?"
         )

@@ -43,6 +43,7 @@ WRONG = [
     ("answers.txt", "job = 11", "job = 99999999", "no job 99999999"),
     ("answers.txt", VERDICT, "next time --mem=2G would be enough", "line 2 of the verdict"),
     ("answers.txt", VERDICT, "the loader", "not the first line"),
+    ("answers.txt", VERDICT, "waiting", "copy the whole line"),
     ("runs/11/outcome.json", '"exit_code": 0', '"exit_code": 1', "has failed: exit code 1"),
     ("runs/11/script.json", ".../train.py", ".../mnist_ddp.py", "a training of this project"),
 ]
@@ -120,9 +121,15 @@ def _check_verdict(answer: str, folder: Path) -> None:
     lines = [line.removeprefix("watch").strip() for line in log_lines]
     if not lines:
         return  # a site may have switched the monitor off
-    said = [number for number, line in enumerate(lines, start=1) if answer.strip()[:30] in line]
+    answer = " ".join(answer.split())
+    said = [number for number, line in enumerate(lines, start=1) if line.startswith(answer[:30])]
     if not said:
-        raise Wrong(f"`verdict` is not the first line of the verdict, which is: {lines[0]}")
+        raise Wrong(
+            "`verdict` is not the first line of the verdict: copy the first line of the log that begins with "
+            "`watch`."
+        )
+    if len(answer) < min(30, len(lines[said[0] - 1])):
+        raise Wrong(f"`verdict = {answer}`: copy the whole line. It also says how much, and where.")
     if said[0] > 1:
         raise Wrong(
             f"`verdict` is line {said[0]} of the verdict. The first line is the worst that was found."
