@@ -51,6 +51,7 @@ WRONG = [
 ]
 TOLD_WHEN_DONE = [
     ("answers.txt", "160\nresumed_after = 160", "280\nresumed_after = 280", "saved after step 280"),
+    ("answers.txt", "= KILL", "= SIGKILL", "saved after step 160"),
 ]
 SAVE_EVERY = 100
 RESUMED = re.compile(r"resumed from \S+: epoch (\d+), (\d+) of (\d+) steps done")
@@ -98,7 +99,9 @@ def check(workspace: Workspace) -> str:
         raise Wrong("`saved_after`: the number is in a line `saved and stopped` of the log.")
     _check_limit(answers.number("resumed_after"), limited)
     _check_repeated(answers.number("repeated"))
-    if answers.word("never_caught", "usr2", "term", "kill") != "kill":
+    signals = ("usr2", "term", "kill")
+    answer = answers.word("never_caught", *signals, *(f"sig{name}" for name in signals))
+    if answer.removeprefix("sig") != "kill":
         raise Wrong("`never_caught`: the script has a handler for that one, in STOP_SIGNALS, and saves.")
     return (
         f"After kill -9 the training returned to step {killed.step} of epoch {killed.epoch}, its newest "
