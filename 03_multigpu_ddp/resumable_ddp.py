@@ -207,7 +207,7 @@ def main() -> None:
         set_random_states(rank_state["random"], device)
         first_epoch = saved["epoch"]
         step = saved["step"]
-    # All ranks have to begin at the same step, or they would wait for each other for ever.
+    # All ranks have to begin at the same step, or they would wait for each other forever.
     begins = [None] * world_size
     dist.all_gather_object(begins, (first_epoch, step))
     if len(set(begins)) > 1:

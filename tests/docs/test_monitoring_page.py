@@ -128,7 +128,7 @@ def test_the_lines_of_seff_are_explained() -> None:
 def test_the_columns_of_slurm_are_explained() -> None:
     asked = re.findall(r"^s(?:stat|acct) .*--format=(\S+)", PAGE, re.MULTILINE)
     fields = {re.sub(r"%\d+", "", field) for fields in asked for field in fields.split(",")}
-    assert explained("## Without going there") == fields
+    assert explained("## From the login node") == fields
 
 
 def test_the_columns_of_top_and_htop_are_there() -> None:

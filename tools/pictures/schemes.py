@@ -200,7 +200,7 @@ def ways_in() -> Picture:
             [
                 "jobs on any number of GPUs,",
                 "what they wasted, why one failed,",
-                "and its way back into the queue",
+                "and its automatic requeue",
             ],
         ),
         (

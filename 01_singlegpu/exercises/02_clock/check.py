@@ -133,6 +133,6 @@ def check(workspace: Workspace) -> str:
         )
     return (
         "The starter's number was far too high, because it timed how fast the queue was filled. The warm-up "
-        "alone would have made it too low. For every images/s in this tutorial, the clock waits for the "
+        "alone would have made it too low. For every images/s in this course, the clock waits for the "
         "device, and the first epoch is left out: see manygpus/training/clock.py."
     )

@@ -15,9 +15,9 @@ prediction = 30
 
 # From your runs, after the warm-up:
 waited = 60  # seconds out of 100, in the first run
-waits = 5.6   # seconds out of 100, in the cured run
-times = 10   # images/s of the cured run, divided by those of the first
-workers = 10 # how many, working as in the first run, would supply the cured training
+waits = 5.6   # seconds out of 100, in the fixed run
+times = 10   # images/s of the fixed run, divided by those of the first
+workers = 10 # how many, working as in the first run, would supply the fixed training
 """
 HINTS = """\
 ## 1
@@ -36,7 +36,7 @@ resident`, the default, calls the second.
 
 `replace(split, prepare=prepare, prepare_one=None)`, where `prepare` takes bytes (n, 1, 28, 28) and begins
 with `images = images.float()`. In the first run the one worker is busy all the time, so it prepares as many
-images per second as that run trains on. Divide the cured images/s by that number, and round up.
+images per second as that run trains on. Divide the fixed images/s by that number, and round up.
 """
 SOLUTION = {
     "training.py": '''\
@@ -74,14 +74,14 @@ WRONG = [
     ("training.py", "(images - mean) / std", "images / 255", "mean 0 and standard deviation 1"),
     ("runs/*f70386a6.ranks.tsv", "\t7.", "\t0.", "None of your runs waits"),
     ("runs/*f70386a6.monitor.json", "waiting_for_loader", "shared_cores", "its verdict does not say so"),
-    ("runs/*a59c7524.csv", "T10:02:19Z", "T10:01:19Z", "is not cured"),
+    ("runs/*a59c7524.csv", "T10:02:19Z", "T10:01:19Z", "is not fixed"),
     ("runs/*a59c7524.csv", ",8,297578,", ",16,297578,", "differ in width"),
 ]
 # Of 100 seconds: a run that waits for its loader waits for more than this,
 WAITING_SECONDS = 30
-# and one that is cured for less than this.
+# and one that is fixed for less than this.
 CURED_SECONDS = 25
-# A cure gains more than the wait explains if it gains more than this many times as much.
+# A fix gains more than the wait explains if it gains more than this many times as much.
 MORE_THAN_THE_WAIT = 1.2
 
 
@@ -98,11 +98,11 @@ class Watched(NamedTuple):
 def check(workspace: Workspace) -> str:
     answers = workspace.answers()
     prediction = answers.number("prediction")
-    first, cured = _two([_watched(path) for path in sorted(workspace.folder.glob("runs/*.csv"))])
-    _check_images(workspace, cured.row["loader"])
-    _check_answers(answers, first, cured)
+    first, fixed = _two([_watched(path) for path in sorted(workspace.folder.glob("runs/*.csv"))])
+    _check_images(workspace, fixed.row["loader"])
+    _check_answers(answers, first, fixed)
     worst = "as the worst" if first.kinds[0] == "waiting_for_loader" else "though not as the worst"
-    times = cured.speed / first.speed
+    times = fixed.speed / first.speed
     explained = 100 / (100 - first.waited)
     rest = ""
     if times > MORE_THAN_THE_WAIT * explained and first.row["device_name"].startswith("CPU"):
@@ -115,7 +115,7 @@ def check(workspace: Workspace) -> str:
     return (
         f"Out of 100 seconds, the training waited for {first.waited:.0f} (you predicted {prediction:g}). Its "
         f"own lines do not show that, but the verdict names the wait, {worst}. Now it waits for "
-        f"{cured.waited:.0f}, and is {times:.1f} times as fast, with the same images. {rest}More workers, "
+        f"{fixed.waited:.0f}, and is {times:.1f} times as fast, with the same images. {rest}More workers, "
         "with a core each, would have hidden the wait, until a faster device shows it again. So first look "
         "at what is done for each image. Do that for a whole batch, or once before the training, and only "
         "then add workers."
@@ -153,7 +153,7 @@ def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
         raise Wrong("There are no runs in mine/runs yet: run the commands of the README, or use `recorded`.")
     runs = sorted(runs, key=lambda run: run.row["started_at"])
     first = max(runs, key=lambda run: run.waited)
-    cured = runs[-1]
+    fixed = runs[-1]
     if first.waited < WAITING_SECONDS:
         raise Wrong(
             f"None of your runs waits for more than {first.waited:.0f} out of 100 seconds. The first run has "
@@ -165,18 +165,18 @@ def _two(runs: list[Watched]) -> tuple[Watched, Watched]:
             f"The first run waits for {first.waited:.0f} out of 100 seconds, but its verdict does not say "
             "so. If it was too short, give it more --epochs."
         )
-    check_alike(first.row, cured.row)
-    if cured.waited >= CURED_SECONDS or cured.waited > first.waited / 2:
+    check_alike(first.row, fixed.row)
+    if fixed.waited >= CURED_SECONDS or fixed.waited > first.waited / 2:
         raise Wrong(
-            f"Your newest run waits for {cured.waited:.0f} out of 100 seconds, and the first for "
-            f"{first.waited:.0f}: that is not cured. More workers take more cores. What is done for each "
+            f"Your newest run waits for {fixed.waited:.0f} out of 100 seconds, and the first for "
+            f"{first.waited:.0f}: that is not fixed. More workers take more cores. What is done for each "
             "image?"
         )
-    return first, cured
+    return first, fixed
 
 
 def _check_images(workspace: Workspace, loader: str) -> None:
-    """Check that the network gets the same images as from the starter, by the loader of the cured run."""
+    """Check that the network gets the same images as from the starter, by the loader of the fixed run."""
     import torch
 
     from manygpus.data.datasets import InMemoryDataset, normalize, normalize_one
@@ -208,8 +208,8 @@ def _check_images(workspace: Workspace, loader: str) -> None:
     raise Wrong(f"With the {loader} loader, your program does not make the images of the starter: {hint}")
 
 
-def _check_answers(answers: Answers, first: Watched, cured: Watched) -> None:
-    for name, run, other in (("waited", first, cured), ("waits", cured, first)):
+def _check_answers(answers: Answers, first: Watched, fixed: Watched) -> None:
+    for name, run, other in (("waited", first, fixed), ("waits", fixed, first)):
         answer = answers.number(name)
         if abs(answer - run.waited) <= max(1.0, 0.05 * run.waited):
             continue
@@ -222,15 +222,15 @@ def _check_answers(answers: Answers, first: Watched, cured: Watched) -> None:
             hint = "give the seconds out of 100, which is a percentage."
         raise Wrong(f"`{name}` is not {answer:g}: {hint}")
     answer = answers.number("times")
-    times = cured.speed / first.speed
+    times = fixed.speed / first.speed
     if not is_close(answer, times, 0.05):
         hint = "The division is upside down." if is_close(answer, 1 / times, 0.05) else "Divide the images/s."
         raise Wrong(f"`times` is not {answer:g}. {hint}")
     each = first.speed / max(first.row["workers_per_loader"], 1)
     answer = answers.number("workers")
-    needed = cured.speed / each
+    needed = fixed.speed / each
     if not math.floor(0.95 * needed) <= answer <= math.ceil(1.05 * needed):
         raise Wrong(
             f"`workers` is not {answer:g}: a worker prepares {each:,.0f} images/s, as the first run shows, "
-            f"in which it was never idle. The cured training needs {cured.speed:,.0f}."
+            f"in which it was never idle. The fixed training needs {fixed.speed:,.0f}."
         )
