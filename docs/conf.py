@@ -34,7 +34,7 @@ CONTENTS = {
         "The course": ["01_singlegpu/README", "02_multigpu_dp/README", "03_multigpu_ddp/README"],
         "Your own jobs": ["YOUR_TRAINING", "slurm/README", "results/README"],
         "For instructors": ["INSTRUCTORS"],
-        "Reference": ["GLOSSARY", "03_multigpu_ddp/DOS_AND_DONTS", "manygpus/README", "ALTERNATIVES"],
+        "Reference": ["CHEATSHEET", "GLOSSARY", "03_multigpu_ddp/DOS_AND_DONTS", "manygpus/README", "ALTERNATIVES"],
         "Contributing": ["CONTRIBUTING", "*"],
     },
     "01_singlegpu/README": {"": ["FAST", "*", "exercises/README"]},
