@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -158,10 +159,19 @@ def test_an_exercise_has_all_its_parts(folder: Path) -> None:
 
 
 def test_the_core_path_is_that_of_the_timetable() -> None:
-    steps = {exercise.step: exercise.name for exercise in map(Exercise, FOLDERS) if exercise.kind == "core"}
-    text = (REPOSITORY / "INSTRUCTORS.md").read_text().partition("## The core path in three hours")[2]
+    """In their order, with the minutes that their pages say; the rows follow one another."""
+    core = {exercise.step: exercise for exercise in map(Exercise, FOLDERS) if exercise.kind == "core"}
+    text = (REPOSITORY / "INSTRUCTORS.md").read_text().partition("## The core path\n")[2]
     table = text.partition("\n## ")[0]
-    assert [steps[step] for step in range(1, len(steps) + 1)] == re.findall(r"exercise `(\w+)`", table)
+    rows = re.findall(r"^\| (\d):(\d\d) \| (\d+) \| (.*) \|$", table, re.MULTILINE)
+    planned = [
+        (name, int(minutes))
+        for *_, minutes, activity in rows
+        for name in re.findall(r"exercise `(\w+)`", activity)
+    ]
+    assert planned == [(core[step].name, core[step].minutes) for step in range(1, len(core) + 1)]
+    ends = list(accumulate(int(minutes) for _, _, minutes, _ in rows))
+    assert [60 * int(hour) + int(minute) for hour, minute, *_ in rows] == [0, *ends[:-1]]
 
 
 CLOCK = REPOSITORY / "01_singlegpu" / "exercises" / "02_clock"
