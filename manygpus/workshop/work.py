@@ -170,7 +170,7 @@ class Answers(dict):
         Raises:
             Wrong: if it is none of them.
         """
-        word = self[name].strip().lower()
+        word = re.sub(r"(?<=\d),(?=\d{3}\b)", "", self[name].strip().lower())
         if word not in allowed:
             raise Wrong(
                 f"mine/{self.file}: `{name}` has to be one of {', '.join(allowed)}, not {self[name]!r}."

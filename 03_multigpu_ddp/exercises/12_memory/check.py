@@ -39,6 +39,7 @@ x 4 bytes. `fully_shard` leaves a quarter of all three on each of four ranks. DD
 STARTS_WITH = "`prediction`"
 WRONG = [
     ("answers.txt", "weights = 8.4", "weights = 2.1", "4 bytes each"),
+    ("answers.txt", "weights = 8.4", "weights = 8.0", "in MiB"),
     ("answers.txt", "optimizer = 16.8", "optimizer = 8.4", "two means"),
     ("answers.txt", "activations = 33.6", "activations = 37.7", "includes the batch"),
     ("answers.txt", "activations = 33.6", "activations = 67.1", "twice"),
@@ -93,5 +94,6 @@ def judge(answers: Answers, name: str) -> None:
     true, hints = PARTS[name]
     answer = answers.number(name)
     if not is_close(answer, true):
+        hints = {true / 1.048576: "that is in MiB (2**20 bytes). A MB is a million bytes"} | hints
         hint = next((hint for wrong, hint in hints.items() if is_close(answer, wrong)), "see `hint memory`")
         raise Wrong(f"`{name}` is not {answer:g} MB: {hint}.")
