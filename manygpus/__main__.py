@@ -10,8 +10,9 @@ import sys
 from importlib import import_module
 from typing import NamedTuple
 
+from manygpus import project
 from manygpus.config.command_line import PROGRAM, Parser
-from manygpus.errors import entrypoint
+from manygpus.errors import entrypoint, missing_package
 from manygpus.kit_python import take_over
 
 
@@ -24,6 +25,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "init": Command("commands.init", "", "begin a project of your own: write its slurm/site.sh"),
     "submit": Command(
         "commands.submit", "03_multigpu_ddp/submit.py", "submit a training, or a script of your own"
     ),
@@ -52,14 +54,18 @@ def main() -> None:
     if name in COMMANDS:
         try:
             command = import_module(f"manygpus.{COMMANDS[name].module}")
-        except ImportError:
+        except ImportError as error:
+            if not project.IS_CHECKOUT:
+                incomplete = f"{sys.executable} cannot run this ({error}): install manygpus without --no-deps"
+                sys.exit(f"error: {missing_package(error) or incomplete}")
             # Where the environment of a different project is active, the kit's own Python takes over.
             sys.argv = ["-m", PROGRAM, name, *arguments]
             take_over()
             raise
         # The name by which its --help and its mistakes speak of it.
         sys.argv = [f"{PROGRAM} {name}", *arguments]
-        command.__doc__ = command.__doc__.replace(f"python {COMMANDS[name].script}", sys.argv[0])
+        if COMMANDS[name].script:
+            command.__doc__ = command.__doc__.replace(f"python {COMMANDS[name].script}", sys.argv[0])
         command.main()
     else:
         _list_commands([name, *arguments])
@@ -69,14 +75,17 @@ def main() -> None:
 def _list_commands(arguments: list[str]) -> None:
     """Print the list of commands, or refuse what is none."""
     width = max(map(len, COMMANDS))
-    rows = "\n".join(
-        f"  {name:{width}}  {command.purpose} ({command.script})" for name, command in COMMANDS.items()
-    )
+    rows = "\n".join(f"  {name:{width}}  {_described(command)}" for name, command in COMMANDS.items())
     parser = Parser(
         prog=PROGRAM, description=__doc__, usage="%(prog)s COMMAND ...", epilog=f"commands:\n{rows}"
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
     parser.parse_args(arguments)
+
+
+def _described(command: Command) -> str:
+    has_script = command.script and project.IS_CHECKOUT
+    return f"{command.purpose} ({command.script})" if has_script else command.purpose
 
 
 if __name__ == "__main__":

@@ -19,6 +19,13 @@ from manygpus.launchers import rank_of
 from manygpus.signals import STOP_SIGNALS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+# False if the package is installed alone (project.py).
+IS_CHECKOUT = (REPOSITORY / "slurm" / "job_env.sh").is_file()
+# What `pip install` brings only if asked for (pyproject.toml), by the names that are imported.
+EXTRAS = {
+    "train": ("torch", "torchvision", "PIL", "tqdm"),
+    "reports": ("scipy", "tabulate", "jinja2", "matplotlib"),
+}
 # PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -220,6 +227,8 @@ def _explanation(error: Exception) -> str | None:
             match = re.search(pattern, str(error))
             if match:
                 return sentence.format(found=match[0].strip())
+    if isinstance(error, ImportError) and rank_of() is None:
+        return missing_package(error) or None
     if isinstance(error, OSError) and error.errno in NO_SPACE and rank_of() is None:
         # On the login node a full quota is what HPC users meet most often. A check before cannot foresee
         # it: the first files may fit. In a rank the traceback tells which file it was.
@@ -227,6 +236,16 @@ def _explanation(error: Exception) -> str | None:
         file = f" to write {path}" if path else ""
         return f"there is no space{file} ({error.strerror}): free some, or ask for a larger quota."
     return NO_MEMORY if _lacks_memory(error) else None
+
+
+def missing_package(error: ImportError) -> str:
+    """Return which of the optional packages a command lacks, and how to get them; "" for other errors."""
+    name = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, packages in EXTRAS.items() if name in packages), "")
+    if IS_CHECKOUT or not extra:
+        return ""
+    packages = " ".join(EXTRAS[extra]).replace("PIL", "pillow")
+    return f"this needs {name}, of the extra manygpus[{extra}]: {sys.executable} -m pip install {packages}"
 
 
 def _lacks_memory(error: BaseException) -> bool:

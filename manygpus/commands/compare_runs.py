@@ -5,14 +5,15 @@ It reads what your runs have recorded, and trains nothing: `make compare` runs t
 Try: python results/plot_results.py results/runs
 """
 
+from manygpus import project
 from manygpus.config.command_line import Parser, above_0, at_least, given_path
-from manygpus.errors import REPOSITORY, entrypoint, print_line
+from manygpus.errors import entrypoint, print_line
 from manygpus.reports.advice import proposal
 from manygpus.reports.advice.answer import page_of_answer
 from manygpus.reports.advice.choice import Constraints
 from manygpus.reports.comparison_report import report, report_each
 
-RESULTS = REPOSITORY / "results"
+RESULTS = project.folder() / "results"
 
 
 @entrypoint

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from manygpus import json_document
+from manygpus import json_document, project
 from manygpus.config.command_line import (
     Parser,
     above_0,
@@ -18,7 +18,7 @@ from manygpus.config.command_line import (
     given_path,
     list_of,
 )
-from manygpus.errors import REPOSITORY, entrypoint, print_line, print_table
+from manygpus.errors import entrypoint, print_line, print_table
 from manygpus.jobs import slurm
 from manygpus.jobs.site import read_site
 from manygpus.jobs.stages import STAGES, Resources, resources
@@ -28,7 +28,7 @@ from manygpus.reports import page
 from manygpus.reports.advice.answer import AnswerText, answer_for, number, report
 from manygpus.reports.advice.choice import Constraints, Option, interval
 
-RESULTS = REPOSITORY / "results"
+RESULTS = project.folder() / "results"
 # Of schemas/how_many.json.
 SCHEMA_VERSION = 1
 # A job gets so much more time than the prediction's upper end, and these minutes, as it is told to stop up to

@@ -70,7 +70,7 @@ def show(site: Site, word: str | None, as_json: bool) -> None:
     """Print the jobs, or those that match `word`; of a job that is named by its number also the log's end."""
     jobs = [job for job in job_list.jobs(site) if word is None or job.matches(word)]
     if word and not jobs:
-        raise UserError(f"no job of this checkout matches {word}: see all with `python slurm/jobs.py`.")
+        raise UserError(f"no job of this project matches {word}: see all with `manygpus jobs`.")
     named = [job for job in jobs if job.number == word]
     end_of_log = {job.number: job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:] for job in named if job.log}
     if as_json:
@@ -91,9 +91,7 @@ def _show_code(site: Site, number: str) -> None:
     """
     jobs = [job for job in job_list.jobs(site) if number in (job.number, job.number.partition("_")[0])]
     if not jobs:
-        raise UserError(
-            f"no job of this checkout has the number {number}: see all with `python slurm/jobs.py`."
-        )
+        raise UserError(f"no job of this project has the number {number}: see all with `manygpus jobs`.")
     if not jobs[0].frozen_in:
         raise UserError(f"job {number} runs no copy of its code: its log, or `git log`, names the commit.")
     code = FrozenCode.read(Path(jobs[0].frozen_in).parent)

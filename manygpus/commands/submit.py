@@ -5,18 +5,32 @@ Try: manygpus submit --gpus 4 --nodes 2 --plain train.py --lr 0.1
 
 import runpy
 
-from manygpus.errors import REPOSITORY, UserError, entrypoint
+from manygpus import project
+from manygpus.errors import REPOSITORY, entrypoint
+from manygpus.jobs.submit import executor, submission
+from manygpus.jobs.watch.job_status import follow
+from manygpus.record.columns import DDP
 
-SCRIPT = REPOSITORY / "03_multigpu_ddp" / "submit.py"
+DESCRIPTION = """Submit a script of yours as a job.
+
+Try: manygpus submit --gpus 4 --nodes 2 train.py --lr 0.1
+"""
 
 
 def main() -> None:
-    """Run the submit.py of stage 03, which shows how a job is described."""
-    _check()
-    runpy.run_path(str(SCRIPT))["main"]()
+    """Run the submit.py of stage 03, which shows how a job is described; do the same where there is none."""
+    if project.IS_CHECKOUT:
+        runpy.run_path(str(REPOSITORY / "03_multigpu_ddp" / "submit.py"))["main"]()
+    else:
+        _submit()
 
 
 @entrypoint
-def _check() -> None:
-    if not SCRIPT.is_file():
-        raise UserError(f"{SCRIPT} is missing: the command needs a checkout of the kit, installed by `make`.")
+def _submit() -> int:
+    request, own_options = submission.parse(DDP, DESCRIPTION)
+    if own_options.dry_run:
+        submission.preview(request)
+        return 0
+    job = executor.submit(request)
+    submission.announce(request, job)
+    return follow(job) if own_options.wait else 0

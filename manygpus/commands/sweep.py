@@ -5,7 +5,6 @@ Try: python slurm/sweep.py --stages single,ddp --gpus 1,2,4 --batch-size 256,102
 
 import argparse
 import shlex
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -51,7 +50,7 @@ jobs still in Slurm are watched again, all others are submitted again. Longer li
 In the arguments of a plain script, and in --when-requeued, {gpus}, {nodes}, {batch}, {batch/gpus} and
 {folder}, the run's own folder, stand for those of each run:
 
-    python slurm/sweep.py --vary lr=0.1,0.01 --gpus 1,2 --batch-size 64 --plain train.py --batch {batch/gpus}
+    manygpus sweep --vary lr=0.1,0.01 --gpus 1,2 --batch-size 64 --plain train.py --batch {batch/gpus}
 
 Every GPU comes with the same number of CPU cores (--cpus-per-gpu), and every process of single and
 ddp has as many threads; the one process of dp has those of all its GPUs.
@@ -80,6 +79,7 @@ DEFAULT_GPUS, DEFAULT_GPUS_WITH_VARY = (1, 2), (1,)
 # The options that a sweep of plain scripts has, too.
 OPTIONS_OF_PLAIN_SWEEPS = {
     "plain",
+    "program",
     "python",
     "one_process_per_node",
     "when_requeued",
@@ -362,8 +362,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         metavar="N",
         help=f"epochs of every run, with the first as warm-up (default: {execution.EPOCHS})",
     )
-    own_words, for_training = submission.split(sys.argv[1:])
-    own_options, unknown = parser.parse_known_args(own_words)
+    own_options, unknown, for_training = submission.parse_with_program(parser)
     if bool(own_options.metric) != bool(own_options.goal):
         parser.error(
             f"--metric and --goal go together: --goal {MINIMIZE} if the lowest number is the best, as of a "

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from manygpus.errors import REPOSITORY
+from manygpus import project
 
 # Where MNIST is, unless --data-dir says otherwise.
-DEFAULT_DATA_DIR = REPOSITORY / "data"
+DEFAULT_DATA_DIR = project.folder() / "data"
 
 
 @dataclass(frozen=True)

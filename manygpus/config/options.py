@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from manygpus import job_folder
+from manygpus import job_folder, project
 from manygpus.config.command_line import Parser, above_0, at_least, check_divides, given_path
 from manygpus.config.known_datasets import DATASETS, DEFAULT_DATA_DIR
-from manygpus.errors import REPOSITORY, UserError
+from manygpus.errors import UserError
 from manygpus.record.columns import BASE_BATCH, COLUMNS, DEFAULT_WIDTH, LR_SCALES, Role, lr_factor
 
-DEFAULT_RESULTS = REPOSITORY / "results"
+DEFAULT_RESULTS = project.folder() / "results"
 DEFAULT_LR = {"classic": 1.0, "sgd": 0.02, "fast": 0.003}
 LEARNING_RATES = ", ".join(f"{recipe} {lr}" for recipe, lr in DEFAULT_LR.items())
 MOST_IMAGES = 100_000_000  # per epoch: their order takes about 2 GB on every rank

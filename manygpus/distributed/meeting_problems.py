@@ -17,7 +17,7 @@ from manygpus.launchers import node
 # A machine of the same cluster answers at once, if it does.
 PROBE_TIMEOUT_SECONDS = 5
 DIFFERENT_PORT = "start again with a different MASTER_PORT; a job that is submitted again gets one by itself"
-DOCTOR = "`python slurm/doctor.py --job` tests the network between the nodes"
+DOCTOR = "`manygpus doctor --job` tests the network between the nodes"
 
 
 def no_store(master: str, port: int, opens_it: bool, error: Exception) -> Problem:

@@ -1,11 +1,13 @@
 """The settings of slurm/site.sh, for the programs on the login node; needs only the standard library."""
 
+import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
+from manygpus import project
 from manygpus.errors import UserError
 from manygpus.jobs import slurm
 
@@ -106,7 +108,7 @@ class Site(NamedTuple):
 
 
 def read_site(environment: Mapping[str, str] | None = None) -> Site:
-    """Run slurm/site.sh, if there is one, as a job does.
+    """Run the site file (manygpus/project.py), if there is one, as a job does.
 
     Args:
         environment: the variables of its shell, by default those of this process.
@@ -115,6 +117,7 @@ def read_site(environment: Mapping[str, str] | None = None) -> Site:
         UserError: if it cannot be read to its end; scripts/site_env.sh gives the reason.
     """
     site_env = SCRIPTS / "site_env.sh"
+    environment = {**(os.environ if environment is None else environment), **project.variables()}
     done = slurm.ask(
         *("bash", "-c", READ_SITE, "site", str(site_env), *OPTION_TEMPLATES.values()),
         seconds=SITE_FILE_SECONDS,

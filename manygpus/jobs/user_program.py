@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from manygpus import project
 from manygpus.config.command_line import Parser, given, given_path
 from manygpus.errors import REPOSITORY, UserError
 from manygpus.job_folder import Script
@@ -182,6 +183,15 @@ def _newest_name(path: str) -> str | None:
     return max(times, key=times.get, default=None)
 
 
+def python_of_job() -> str:
+    """Return the Python that runs scripts, where it is asked for in a job.
+
+    In a checkout it is that of the kit, which activate_environment has chosen. Where the kit is installed in
+    an environment of its own, scripts run with the one of the shell from which the job was sent.
+    """
+    return sys.executable if project.IS_CHECKOUT else shutil.which("python") or "python3"
+
+
 def without_the_kit(path: str) -> str:
     """Return a PYTHONPATH without this checkout, which scripts/site_env.sh has put there."""
     folders = [folder for folder in path.split(os.pathsep) if folder and Path(folder).resolve() != REPOSITORY]
@@ -190,6 +200,8 @@ def without_the_kit(path: str) -> str:
 
 def note_on_environment(program: Program) -> str:
     """Return which Python runs a program where its user may expect that of the active environment; or ""."""
+    if not project.IS_CHECKOUT:
+        return ""
     for name in ACTIVE:
         active = Path(os.environ.get(name, sys.prefix))
         python = active / "bin" / "python"

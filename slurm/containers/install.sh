@@ -11,7 +11,7 @@ if ! command -v git >/dev/null; then
 fi
 
 # Install what pyproject.toml lists. The PyTorch of the base stays if it is new enough.
-python -m pip install --no-cache-dir .
+python -m pip install --no-cache-dir '.[train,reports]'
 
 # Fail if the image cannot train. In a different folder, Python imports the installed manygpus, not the copy.
 cd /

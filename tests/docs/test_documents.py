@@ -201,7 +201,9 @@ def test_what_a_learner_runs_is_installed_by_make() -> None:
     """All that the lessons, exercises and commands import, but for what their pages tell to install."""
     told_to_install = {"lightning", "accelerate", "transformers", "hydra", "omegaconf", "wandb", "mlflow"}
     project = load_file(REPOSITORY / "pyproject.toml")["project"]
-    needed = [*project["dependencies"], *project["optional-dependencies"]["course"]]
+    extras = project["optional-dependencies"]
+    assert "manygpus[train,reports]" in extras["course"]
+    needed = [*project["dependencies"], *extras["train"], *extras["reports"], *extras["course"]]
     declared = {"manygpus", *(re.match(r"[\w-]+", requirement)[0] for requirement in needed)}
     # jinja2 calls itself Jinja2.
     distributions = {

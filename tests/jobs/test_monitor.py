@@ -311,7 +311,7 @@ def test_a_job_that_cannot_be_sampled(on_cluster: Checkout) -> None:
     reasons = {
         "python": "not sampled to the end: see ",
         "srun": "not sampled to the end: see ",
-        "hangs": "no verdict within 10 seconds: python slurm/monitor.py --verdict ",
+        "hangs": "no verdict within 10 seconds: manygpus monitor --verdict ",
     }
     script = on_cluster.job_env
     assert "tenths < 100" in script.read_text()

@@ -28,7 +28,7 @@ from manygpus import job_folder
 from manygpus.errors import UserError
 from manygpus.job_folder import Outcome
 from manygpus.jobs import local_job, site, slurm
-from manygpus.jobs.submit import slurm_options, submission
+from manygpus.jobs.submit import slurm_options
 from manygpus.jobs.watch import job_status
 from manygpus.jobs.watch.job_status import SlurmHandle, State
 
@@ -875,7 +875,6 @@ def test_the_dry_run_of_the_stage_stands_behind_two_dashes(
 def _main(stage: str, arguments: str, checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> int:
     """submit.py within this process."""
     monkeypatch.setattr(sys, "argv", ["submit.py", *arguments.split()])
-    monkeypatch.setattr(submission, "REPOSITORY", checkout.folder)
     monkeypatch.setattr(site, "SCRIPTS", checkout.job_env.parent)
     for name, value in checkout.environment.items():
         monkeypatch.setenv(name, value)

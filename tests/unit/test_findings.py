@@ -102,7 +102,7 @@ SENTENCES: list[tuple[Finding, tuple[str, ...]]] = [
     ),
     (
         NetworkBound(**NODE, communication_share=0.62, network_mb_s=231),
-        ("averaging the gradients takes 62 %", "231 MB/s", "slurm/doctor.py --job"),
+        ("averaging the gradients takes 62 %", "231 MB/s", "manygpus doctor --job"),
     ),
     (
         CORES_SHARED,

@@ -39,7 +39,17 @@ MAY_IMPORT = {
     "reports.advice": ("record", "reports"),
     "workshop": ("config", "data.staging", "distributed", "jobs", "record", "reports"),
     # It joins the others, and no other subpackage may import it.
-    "commands": (*_JOBS, "jobs.sweeps", "config", "data", "distributed", "monitor", "record", *_REPORTS),
+    "commands": (
+        *_JOBS,
+        "jobs.sweeps",
+        "jobs.doctor",
+        "config",
+        "data",
+        "distributed",
+        "monitor",
+        "record",
+        *_REPORTS,
+    ),
 }
 # All that the others know of them is a folder of CSVs (record/records.py, monitor/samples.py).
 OPTIONAL = ("monitor", "reports.advice", "workshop")
@@ -145,8 +155,8 @@ def test_the_login_node_stays_light() -> None:
     """Nothing heavy on the way to a submission, down to the modules that those modules import."""
     program = (
         "import sys; from manygpus.commands import compare_stages, monitor, sweep\n"
-        "from manygpus.jobs.submit import submission; print('submitit' in sys.modules)\n"
-        "submission.submitter(submission.STAGES['ddp'])\n"
+        "from manygpus.jobs.submit import executor; print('submitit' in sys.modules)\n"
+        "executor.submitter(executor.submission.STAGES['ddp'])\n"
         f"print(sorted({HEAVY!r} & sys.modules.keys()))"
     )
     done = ran(sys.executable, "-c", program, cwd=REPOSITORY)

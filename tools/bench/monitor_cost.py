@@ -20,7 +20,7 @@ from manygpus.data import staging
 from manygpus.files import check_writable
 from manygpus.jobs.site import OPTION_TEMPLATES, Site
 from manygpus.jobs.stages import STAGES, resources
-from manygpus.jobs.submit import submission
+from manygpus.jobs.submit import executor
 from manygpus.jobs.submit.request import Request
 from manygpus.jobs.watch.job_status import LocalHandle
 from manygpus.record import records
@@ -81,7 +81,7 @@ def _train(case: str, seed: int, sampled: bool, data_dir: Path) -> dict[str, obj
     stage, ranks, options = CASES[case]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        submit = submission.submitter(STAGES[stage])
+        submit = executor.submitter(STAGES[stage])
         handle = submit(
             Request(
                 stage=STAGES[stage],

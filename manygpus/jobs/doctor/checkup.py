@@ -53,7 +53,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if "SLURM_STEP_NUM_TASKS" not in os.environ:
-        raise UserError("the checkup runs in a job: start it with `python slurm/doctor.py --job`.")
+        raise UserError("the checkup runs in a job: start it with `manygpus doctor --job`.")
     world_size = int(os.environ["SLURM_STEP_NUM_TASKS"])
     nodes = int(os.environ["SLURM_STEP_NUM_NODES"])
     tasks_of_a_node = max(world_size // nodes, 1)

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from manygpus import project
 from manygpus.config.command_line import Parser, at_least, given
 from manygpus.data.staging import SHARED_DATA_FIX
 from manygpus.errors import UserError, entrypoint, print_line, reason
@@ -51,7 +52,7 @@ from manygpus.jobs.site import DEFAULT_MINUTES, OPTION_TEMPLATES, SCRIPTS, SHARE
 from manygpus.jobs.stages import STAGES, resources
 from manygpus.jobs.submit import partition_limits
 from manygpus.jobs.submit.slurm_options import of_variables, sbatch_options
-from manygpus.jobs.user_program import add_options, from_options, split
+from manygpus.jobs.user_program import Program, add_options, from_options, split
 from manygpus.jobs.watch.job_status import NO_LOG, SlurmHandle
 from manygpus.record import records
 from manygpus.record.columns import DDP
@@ -162,12 +163,16 @@ def _parse() -> argparse.Namespace:
     options.program = None
     # Of the kit's ranks, until `_examine` has looked at the script's Python.
     options.checkup = ["python"]
+    user_folder = Path(os.environ.get("MANYGPUS_USER_FOLDER", Path.cwd()))
     if options.plain:
-        user_folder = Path(os.environ.get("MANYGPUS_USER_FOLDER", Path.cwd()))
         options.program = from_options(options, [user_folder, stage.script.parent])
         options.program_arguments = others
     else:
         options.sbatch_options += others
+        if not project.IS_CHECKOUT:
+            # Without stages all scripts are the user's.
+            options.program = Program(path=user_folder / "a script.py", user_folder=user_folder)
+            options.program_arguments = []
     gpus = options.gpus or stage.default_gpus * options.nodes
     options.shape = resources(stage, gpus, options.nodes)
     for word in options.sbatch_options:
@@ -192,9 +197,11 @@ def _examine(options: argparse.Namespace, rows: list[dict]) -> Iterator[list[Fin
             findings = _check_submission(options, site)
             blocked = has_fault(findings)
             yield findings
-        environment_findings = login_node.check_environment(
-            site, in_job_too=options.job, with_data=not options.plain
-        )
+        environment_findings = []
+        if project.IS_CHECKOUT:
+            environment_findings = login_node.check_environment(
+                site, in_job_too=options.job, with_data=not options.plain
+            )
         yield environment_findings
         if options.program:
             checked = login_node.check_program(options.program, options.program_arguments)
@@ -237,11 +244,13 @@ def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
     }
     beyond = partition_limits.excess(asked)
     if beyond:
-        message = f"the jobs of the stages would never start ({beyond.reason}: {beyond.limit})"
+        message = f"such jobs would never start ({beyond.reason}: {beyond.limit})"
         return [Finding("submission", FAULT, message, slurm.advice(beyond.reason))]
     # It names a job, but there is none.
     when = re.sub(r"^.*?Job \d+ to start at", "it would start at", slurm.sbatch_message(done.stderr))
     findings = [Finding("submission", OK, f"Slurm would accept the job (nothing was submitted): {when}")]
+    if not project.IS_CHECKOUT:
+        return findings
     done = _sbatch(site, [STAGE_SCRIPT], "--test-only", *options.sbatch_options)
     refusal = _refusal("submission", done)
     if refusal:
@@ -364,7 +373,7 @@ def _run(options: argparse.Namespace, site: Site, name: str, log: Path) -> Findi
     minutes = options.time or min(MINUTES, site.minutes or MINUTES)
     settings = (f"--job-name={name}", f"--time={minutes}", "--no-requeue", f"--output={log}")
     try:
-        job = [JOB_SCRIPT, *options.checkup]
+        job = [JOB_SCRIPT, "\n".join(project.assignments()), *options.checkup]
         done = _sbatch(site, job, "--parsable", *_request(options, site), *settings)
         refusal = _refusal("job", done)
         if refusal:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manygpus import files, kit_python
+from manygpus import files, kit_python, project
 from manygpus.errors import REPOSITORY, UserError
 from manygpus.jobs import slurm
 from manygpus.jobs.doctor import script_imports
@@ -30,6 +30,9 @@ from manygpus.jobs.stages import STAGES, resources
 from manygpus.jobs.submit.slurm_options import sbatch_options
 from manygpus.jobs.user_program import Program, without_the_kit
 from manygpus.record.columns import DDP
+
+# Where a user finds every setting.
+EXAMPLE = "slurm/site.example.sh" if project.IS_CHECKOUT else SCRIPTS / "site.example.sh"
 
 # To load PyTorch for the first time from a shared file system may take so long.
 IMPORT_SECONDS = 180
@@ -69,15 +72,15 @@ def check_site() -> tuple[Site | None, list[Finding]]:
         # It raises an error for words that are no options.
         sbatch_options(site, resources(STAGES[DDP], 2))
     except UserError as error:
-        return None, [Finding("site", FAULT, str(error), "compare it with slurm/site.example.sh")]
+        return None, [Finding("site", FAULT, str(error), f"compare it with {EXAMPLE}")]
     message = "no slurm/site.sh: the defaults apply"
-    if (REPOSITORY / "slurm" / "site.sh").exists():
-        message = "slurm/site.sh is valid"
+    if project.site_file().exists():
+        message = f"{project.name_of_site_file()} is valid"
     variables = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))
     if variables:
         message += f" ({variables})"
     findings = [Finding("site", OK, message), *_check_memory(site)]
-    fix = "correct it in slurm/site.sh, or in your shell; slurm/site.example.sh has every setting"
+    fix = f"correct it in slurm/site.sh, or in your shell; {EXAMPLE} has every setting"
     findings += [Finding("site", WARNING, sentence, fix) for sentence in site.misspelt]
     return site, findings
 
@@ -112,7 +115,8 @@ def check_slurm() -> list[Finding]:
 def _in_a_jobs_shell(*command: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command in this folder as a job would, up to its Python."""
     shell = ("bash", "-c", ENVIRONMENT, "environment", str(SCRIPTS / "site_env.sh"))
-    return slurm.ask(*shell, *command, seconds=IMPORT_SECONDS, cwd=folder)
+    environment = {**os.environ, **project.variables()}
+    return slurm.ask(*shell, *command, seconds=IMPORT_SECONDS, cwd=folder, env=environment)
 
 
 def _most_gpus() -> int:
@@ -206,6 +210,9 @@ def _of_problem(problem: dict, python: str, script: str) -> Finding:
     if missing == "manygpus":
         install = [python, "-m", "pip", "install", "--no-deps", "-e", str(REPOSITORY)]
         fix = f"install the kit there: {shlex.join(install)}"
+        if not project.IS_CHECKOUT:
+            install = f"{shlex.quote(python)} -m pip install --no-deps"
+            fix = f"install the kit there, too, from where you have it: {install}"
     elif "without_it" in problem:
         there = problem["without_it"]
         fix = f"{there} has no such module: correct the import, or install a version that has it"
@@ -253,18 +260,20 @@ def _last_words(complaints: str) -> str:
 
 def check_folders(site: Site) -> list[Finding]:
     """Check that the folders that jobs write to are writable."""
-    logs_dir = STAGES[DDP].script.parent
+    folders = {
+        "results": (site.results_dir, SHARED_FOLDERS_FIX),
+        "checkpoints": (site.jobs_dir, SHARED_FOLDERS_FIX),
+    }
+    if project.IS_CHECKOUT:
+        # Those of `sbatch slurm_submit.sh`.
+        folders["logs"] = (STAGES[DDP].script.parent, "put this checkout into a folder where you may write")
     faults = []
-    for folder, contents, fix in (
-        (site.results_dir, "results", SHARED_FOLDERS_FIX),
-        (site.jobs_dir, "checkpoints", SHARED_FOLDERS_FIX),
-        (logs_dir, "logs", "put this checkout into a folder where you may write"),
-    ):
+    for contents, (folder, fix) in folders.items():
         try:
             files.check_writable(folder, contents, fix)
         except UserError as error:
             faults.append(fault_from("folders", str(error)))
     if faults:
         return faults
-    folders = f"{site.results_dir}, {site.jobs_dir}, {logs_dir}"
-    return [Finding("folders", OK, f"results, checkpoints and logs can be written: {folders}")]
+    names = ", ".join(str(folder) for folder, _ in folders.values())
+    return [Finding("folders", OK, f"{', '.join(folders)} can be written: {names}")]

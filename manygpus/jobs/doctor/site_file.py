@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from manygpus.errors import REPOSITORY
+from manygpus import project
 from manygpus.files import explained, replacing
 from manygpus.jobs import local_job, slurm
 from manygpus.jobs.doctor import site_proposal
@@ -68,22 +68,24 @@ def with_settings(text: str, settings: Mapping[str, str]) -> str:
 
 def _write(settings: Mapping[str, str]) -> Finding:
     """Write the site file with these settings, or the proposal beside it, and show the difference."""
-    file = REPOSITORY / "slurm" / "site.sh"
+    file, name = project.site_file(), project.name_of_site_file()
     has_one = file.exists()
     if has_one and not settings:
-        return Finding(CHECK, OK, "slurm/site.sh needs no change")
+        return Finding(CHECK, OK, f"{name} needs no change")
     before = file if has_one else SCRIPTS / "site.example.sh"
     text = before.read_text()
     proposed = with_settings(text, settings)
     target = file.with_name(file.name + NEW) if has_one else file
     fix = "free the space, or fix the permissions"
-    with explained(f"{target} cannot be written", fix), replacing(target) as new:
-        new.write(proposed)
+    with explained(f"{target} cannot be written", fix):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as new:
+            new.write(proposed)
     difference = _difference(before, text, target, proposed)
     if not has_one:
-        return Finding(CHECK, OK, f"slurm/site.sh is written, from slurm/site.example.sh{difference}")
-    message = f"slurm/site.sh is as it was; with the proposal it would be slurm/site.sh{NEW}{difference}"
-    return Finding(CHECK, WARNING, message, f"to take it: mv slurm/site.sh{NEW} slurm/site.sh")
+        return Finding(CHECK, OK, f"{name} is written, from site.example.sh{difference}")
+    message = f"{name} is as it was; with the proposal it would be {name}{NEW}{difference}"
+    return Finding(CHECK, WARNING, message, f"to take it: mv {name}{NEW} {name}")
 
 
 def _difference(before: Path, text: str, after: Path, proposed: str) -> str:

@@ -23,14 +23,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manygpus import frozen_code, job_folder
+from manygpus import frozen_code, job_folder, project
 from manygpus.errors import UserError, print_line
 from manygpus.job_folder import Script
 from manygpus.jobs import job_log, slurm
 from manygpus.jobs.inside import failure_reason, outcome_rules, resume_point, slow_nodes, start_plan
 from manygpus.jobs.inside.outcome_rules import JobEnd, SlurmFacts
 from manygpus.jobs.inside.start_plan import JobStart
-from manygpus.jobs.user_program import newest, parse
+from manygpus.jobs.user_program import newest, parse, python_of_job
 
 EXIT_CODE_FOLLOWS = "# in_job exit code "
 
@@ -120,7 +120,7 @@ def _plan(job_input: Input) -> str:
         addresses=tuple(job_input["addresses"].split()),
         signal_lines=job_input["signal"],
         gpu_names=job_input["gpus"],
-        version=job_input["version"],
+        version=project.version() or job_input["version"],
         repository=job_input["repository"],
         folder=job_input.folder,
         program=program,
@@ -129,7 +129,7 @@ def _plan(job_input: Input) -> str:
     )
     if program:
         arguments = program.in_start(job.earlier_starts, arguments, job_input.folder)
-        script = program.described(arguments, python=sys.executable, folder=job_input.folder)
+        script = program.described(arguments, python=python_of_job(), folder=job_input.folder)
     elif job_input.words:
         path, *arguments = job_input.words
         script = Script(str(Path(path).absolute()), arguments)

@@ -24,7 +24,7 @@ import psutil
 from manygpus import errors, frozen_code, job_folder, launchers
 from manygpus.errors import UserError
 from manygpus.jobs.inside import main_shim
-from manygpus.jobs.user_program import ACTIVE, Program, parse, without_the_kit
+from manygpus.jobs.user_program import ACTIVE, Program, parse, python_of_job, without_the_kit
 from manygpus.process import adopt_orphans, end_with
 from manygpus.signals import STOP_SIGNALS, hears
 
@@ -83,7 +83,7 @@ def _command(program: Program, arguments: Sequence[str]) -> list[str]:
     code = frozen_code.of(program.user_folder) if program.is_frozen else None
     if code:
         name = ["--frozen", str(code.checkout), str(code.folder), *name]
-    return [str(program.python or sys.executable), main_shim.__file__, *name, *arguments]
+    return [str(program.python or python_of_job()), main_shim.__file__, *name, *arguments]
 
 
 def _variables(program: Program, dist_env: launchers.DistEnv) -> dict[str, str]:
@@ -111,7 +111,7 @@ def _variables(program: Program, dist_env: launchers.DistEnv) -> dict[str, str]:
     if program.python:
         _leave_the_kits_environment(variables, program.python)
     elif not program.is_python:
-        _put_first(variables, Path(sys.executable).parent)
+        _put_first(variables, Path(python_of_job()).parent)
     return variables
 
 

@@ -110,7 +110,7 @@ printed() {
 # step, with a limit of its own. Slurm starts no step in a job that is being requeued.
 in_job() {
     local seconds=$1 seconds_in_container=$2
-    local ask=(env PYTHONSAFEPATH=1 python -m manygpus.jobs.inside.in_job "$3")
+    local ask=(env PYTHONSAFEPATH=1 "$MANYGPUS_PYTHON" -m manygpus.jobs.inside.in_job "$3")
     shift 3
     timeout --signal=KILL "$seconds" "${ask[@]}" < <(in_job_input "$@") && return
     [[ -z $requeued ]] || return 1
@@ -159,7 +159,7 @@ begin_job() {
     [[ $complaints == /dev/null ]] || rm "$complaints"
     [[ $answer == *"# in_job begins"*"# in_job ends"* ]] || # container programs may print lines around it
         fail "the job's Python does not work on $(hostname) (${complaint:-no answer}): correct \
-activate_environment or SITE_CONTAINER in slurm/site.sh."
+activate_environment or SITE_CONTAINER in $NAME_OF_SITE."
     answer=${answer#*"# in_job begins"}
     eval "${answer%"# in_job ends"*}"
     stage_environment
@@ -226,7 +226,7 @@ stage_environment() {
     )
     staging=$!
     true & # the latest child, or a `wait` in the job script, meant for its own processes, would wait for that one, too
-    told=$(env PYTHONSAFEPATH=1 python -m manygpus.jobs.inside.stage_env "$SITE_STAGE_ENV" "$folder" "${on_each_node[@]}") ||
+    told=$(env PYTHONSAFEPATH=1 "$MANYGPUS_PYTHON" -m manygpus.jobs.inside.stage_env "$SITE_STAGE_ENV" "$folder" "${on_each_node[@]}") ||
         fail "${told:-SITE_STAGE_ENV could not be unpacked}"
     echo "$told"
     export PATH=$folder/bin:$PATH
@@ -314,7 +314,7 @@ run_monitor() {
     [[ -z $staging ]] || exec {staging_input}>&- # only the job script is to keep it open
     set_on_each_node
     if ! "${on_each_node[@]}" --job-name=monitor --input=all "${SITE_CONTAINER[@]}" \
-        env PYTHONSAFEPATH=1 python -m manygpus monitor --sample "$watching" \
+        env PYTHONSAFEPATH=1 "$MANYGPUS_PYTHON" -m manygpus monitor --sample "$watching" \
         --most-idle-seconds "$SITE_STALLED_SECONDS" 2>"$watching/log" &&
         [[ ! -e $watching/verdict.json ]]; then
         cat >/dev/null # wait for the end of the job before printing this
@@ -346,7 +346,7 @@ stop_monitor() {
         kill -0 "$monitor" 2>/dev/null || return
         sleep 0.1
     done
-    tell_no_verdict "no verdict within 10 seconds: python slurm/monitor.py --verdict $SLURM_JOB_ID"
+    tell_no_verdict "no verdict within 10 seconds: manygpus monitor --verdict $SLURM_JOB_ID"
 }
 
 # --- the training -----------------------------------------------------------------------------------
@@ -475,4 +475,4 @@ if [[ ${MANYGPUS_CHECKOUT:-} && :${PYTHONPATH:-}: != *":$KIT:"* ]]; then
     export PYTHONPATH=$KIT${PYTHONPATH:+:$PYTHONPATH} # and this; a stage in a frozen copy refuses another kit
 fi
 type srun scontrol >/dev/null 2>&1 ||
-    fail "srun and scontrol are not on PATH ($PATH): add their folder in slurm/site.sh."
+    fail "srun and scontrol are not on PATH ($PATH): add their folder in $NAME_OF_SITE."

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from manygpus.jobs.stages import STAGES
 from manygpus.jobs.submit.request import Request
-from manygpus.jobs.submit.slurm_options import CPUS, OF_SITE, SBATCH, of_variables, srun_options
+from manygpus.jobs.submit.slurm_options import CPUS, OF_SITE, PYTHON, SBATCH, of_variables, srun_options
 
 # In the folder of a sweep: its runs, one in a line, and the logs of their jobs.
 COMMANDS, LOGS = "commands.txt", "logs"
@@ -30,7 +30,7 @@ def of_one_job(request: Request) -> str:
     training = [*request.words, *request.arguments]
     if stage.plain:
         # It takes the place of the stage's own script.
-        training.insert(0, str(STAGES[stage.name].script))
+        training.insert(0, str(stage.script))
     return _text(
         "A job for this site, by submit.py --dry-run. Save it as job.sh, and submit it: sbatch job.sh",
         _directives(request, output="%x-%j.log"),
@@ -59,6 +59,8 @@ def of_tasks(
     """
     log_of_rank = f"{LOGS}/%A_%a_%t_log.out"
     log_of_task = f"{LOGS}/${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}_0_log.out"
+    # A plain script is among the words of the line, and takes the place of the stage's.
+    script = request.stage.script if request.stage.plain else STAGES[request.stage.name].script
     lines = [
         "set -euo pipefail",
         f"sweep={shlex.quote(str(folder))}",
@@ -71,7 +73,7 @@ def of_tasks(
         *request.kit,
         f'source {shlex.quote(str(request.job_env))} "$@"',
         "export MANYGPUS_RESULTS_DIR=$sweep/$name_in_sweep",
-        f'choose_training {shlex.quote(str(STAGES[request.stage.name].script))} "$@"',
+        f'choose_training {shlex.quote(str(script))} "$@"',
     ]
     if request.working_dir:
         # A module of the user is found from where the sweep was started.
@@ -166,7 +168,7 @@ def _directives(request: Request, **others: str) -> list[str]:
 
 def _launch(request: Request, *options: str) -> list[str]:
     launch = " ".join(["srun", CPUS, *srun_options(request.resources.tasks), *options])
-    return [f"{launch} \\", f'    {OF_SITE} python "${{TRAINING[@]}}"']
+    return [f"{launch} \\", f'    {OF_SITE} {PYTHON} "${{TRAINING[@]}}"']
 
 
 def _text(title: str, directives: Sequence[str], lines: Sequence[str]) -> str:

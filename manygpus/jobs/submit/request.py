@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from manygpus import project
 from manygpus.config import options
 from manygpus.errors import REPOSITORY
 from manygpus.jobs import local_job
@@ -148,7 +149,9 @@ class Request:
 
     @property
     def kit(self) -> list[str]:
-        """Return the line that tells a frozen copy of the kit where site.sh, .venv and the results are."""
+        """Return the lines that tell where site.sh, .venv and results are, if not around the kit's code."""
+        if not project.IS_CHECKOUT:
+            return project.assignments()
         return [f"MANYGPUS_CHECKOUT={shlex.quote(str(REPOSITORY))}"] if self.job_env != JOB_ENV else []
 
     @property

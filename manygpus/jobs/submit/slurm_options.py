@@ -15,6 +15,7 @@ import math
 import shlex
 from collections.abc import Mapping
 
+from manygpus import project
 from manygpus.errors import UserError
 from manygpus.jobs.site import OPTION_TEMPLATES, Site
 from manygpus.jobs.stages import Resources
@@ -34,6 +35,8 @@ CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK"'
 KILL_ON_BAD_EXIT, WAIT = "--kill-on-bad-exit=1", "--wait=60"
 # Of the site; scripts/job_env.sh sets both.
 OF_SITE = '"${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}"'
+# What surrounds a rank: the job's Python, or that in which the kit is installed (scripts/site_env.sh).
+PYTHON = "python" if project.IS_CHECKOUT else '"$MANYGPUS_PYTHON"'
 
 
 def srun_options(tasks: int) -> list[str]:

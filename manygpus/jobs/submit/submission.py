@@ -2,7 +2,7 @@
 
 The executor, its parameters and the call of `submit` stand in the submit.py of each stage. `sending`
 surrounds them: it checks the request, prepares the environment, and turns a refusal into one sentence.
-Without Slurm, sweeps and `make compare` start their runs by the same submit.py (`submitter`); with Slurm they
+Without Slurm, sweeps and `make compare` start their runs by the same submit.py (executor.py); with Slurm they
 send job scripts (`send_script`).
 
 PyTorch and submitit are not loaded before they are needed: login nodes are slow and shared.
@@ -11,31 +11,37 @@ PyTorch and submitit are not loaded before they are needed: login nodes are slow
 import argparse
 import io
 import os
-import runpy
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manygpus import job_folder
+from manygpus import job_folder, project
 from manygpus.config import options
 from manygpus.config.command_line import PROGRAM, Parser, at_least, given, time_limit
 from manygpus.config.known_datasets import DATASETS
 from manygpus.data import staging
-from manygpus.errors import REPOSITORY, UserError, print_line
+from manygpus.errors import UserError, print_line
 from manygpus.files import check_writable, explained
 from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.site import DEFAULT_MINUTES, read_site
-from manygpus.jobs.stages import STAGE_FOLDERS, STAGES, Resources, Stage, resources
+from manygpus.jobs.stages import STAGES, Resources, Stage, resources
 from manygpus.jobs.submit import freezing, job_script, partition_limits, waiting
 from manygpus.jobs.submit.request import Request, new_folder
 from manygpus.jobs.submit.slurm_options import of_variables
-from manygpus.jobs.user_program import add_options, from_options, misplaced, note_on_environment, split
+from manygpus.jobs.user_program import (
+    add_options,
+    from_options,
+    misplaced,
+    note_on_environment,
+    python_of_job,
+    split,
+)
 from manygpus.jobs.watch.job_status import Handle, LocalHandle, SlurmHandle
 from manygpus.monitor import samples
 from manygpus.record.columns import SINGLE
@@ -63,6 +69,16 @@ PASSED_ON = (
 )
 
 
+# Where there are no stages.
+EPILOG = (
+    "PROGRAM is train.py, or any other program, such as run.sh or torchrun. Each process of the job runs it "
+    "with the\nPython of your shell, and with the variables of torchrun. All words after it are its own "
+    "arguments. Results and logs are\nin results/ of the project: the nearest folder, from here upwards, "
+    "that has slurm/site.sh, else this one.\n`manygpus init` writes slurm/site.sh; "
+    "~/.config/manygpus/site.sh holds for projects that have none."
+)
+
+
 @dataclass
 class Submission:
     """What `sending` hands out: it is given submitit's `job`, and then has its `handle`."""
@@ -86,6 +102,7 @@ def sending(request: Request) -> Iterator[Submission]:
     fix = "free the space, fix the permissions, or choose different folders (--results-dir, slurm/site.sh)."
     check(request)
     check_writable(request.results_dir / "runs", "results", fix)
+    project.hide_results(request.site.results_dir)
     if not request.why_here:
         check_limits(request)
     # A job without its log's folder fails without a log.
@@ -145,7 +162,7 @@ def _script_here(request: Request) -> job_folder.Script:
     """Return what a job on this machine runs; for a job of Slurm its node asks git."""
     stage = request.stage
     if stage.program:
-        script = stage.program.described(request.arguments, python=sys.executable)
+        script = stage.program.described(request.arguments, python=python_of_job())
         folder = stage.program.folder
     else:
         script = job_folder.Script(path=str(stage.script), arguments=[*request.arguments])
@@ -260,11 +277,6 @@ def _working_dir(folder: Path | None) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
-
-
-def submitter(stage: Stage) -> Callable[[Request], Handle]:
-    """Return `submit` of the stage's submit.py."""
-    return runpy.run_path(str(REPOSITORY / STAGE_FOLDERS[stage.name] / "submit.py"))["submit"]
 
 
 def preview(request: Request) -> None:
@@ -386,8 +398,7 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
     """
     stage = STAGES[stage_name]
     parser = _parser(stage, description)
-    own_words, for_training = split(sys.argv[1:])
-    own_options, unknown = parser.parse_known_args(own_words)
+    own_options, unknown, for_training = parse_with_program(parser)
     if own_options.plain and (unknown or own_options.script):
         parser.error(
             f"{misplaced(unknown[0] if unknown else '--script', own_options.plain)}; for further options of "
@@ -426,6 +437,40 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
     return request.with_code(code) if code else request, own_options
 
 
+def parse_with_program(parser: Parser) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Read a command line that may name a program of the user.
+
+    In a checkout the program comes after --plain, as other words are for a stage. Where the kit is installed
+    without stages, it is the first word that is no option.
+
+    Returns:
+        The options of the command itself, those that it does not know, and the arguments of the program or
+        the stage.
+
+    Raises:
+        UserError: for a mistake in it.
+    """
+    words = sys.argv[1:]
+    own_words, for_training = split(words)
+    if project.IS_CHECKOUT:
+        return *parser.parse_known_args(own_words), for_training
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    own_options, unknown = parser.parse_known_args(own_words)
+    if own_options.program:
+        if unknown:
+            parser.error(
+                f"{unknown[0]} is no option of {parser.prog}: put the script's arguments after its name"
+            )
+        begin = 0
+        for word in own_words[: -len(own_options.program)]:
+            # `split` has made one word of an option and its value.
+            begin += 1 if words[begin] == word else 2
+        own_options.plain, *for_training = words[begin:]
+    if not own_options.plain and not own_options.script:
+        parser.error(f"name the script to run, after the options: {parser.prog} --gpus 2 train.py")
+    return own_options, unknown, for_training
+
+
 def choose_stage(stage: Stage, own_options: argparse.Namespace) -> Stage:
     """Return the stage with the user's own script, where a command line has --script or --plain.
 
@@ -433,12 +478,13 @@ def choose_stage(stage: Stage, own_options: argparse.Namespace) -> Stage:
         UserError: if it is not there, cannot be started, or options for --plain are given without that.
     """
     if own_options.plain:
-        return stage.with_program(from_options(own_options, [Path.cwd(), stage.script.parent]))
+        folders = [Path.cwd(), stage.script.parent] if project.IS_CHECKOUT else [Path.cwd()]
+        return stage.with_program(from_options(own_options, folders))
     plain_options = (own_options.python, own_options.when_requeued, own_options.one_process_per_node or None)
     if plain_options != (None, None, None):
         raise UserError(
             "--python, --when-requeued and --one-process-per-node are for plain scripts: put them before "
-            "--plain."
+            f"{'--plain' if project.IS_CHECKOUT else 'the script'}."
         )
     return stage.with_script(own_options.script) if own_options.script else stage
 
@@ -448,10 +494,15 @@ def _parser(stage: Stage, description: str) -> Parser:
     is_subcommand = parser.prog.startswith(f"{PROGRAM} ")
     called_as = parser.prog if is_subcommand else "python submit.py"
     parser.description = description.replace("python submit.py", called_as)
-    parser.epilog = (
-        f"All other options are passed to the training unchanged; `python {stage.script.name} --help` lists "
-        f"them.\nSo is everything after --, as in: {called_as} -- --dry-run"
-    )
+    if project.IS_CHECKOUT:
+        parser.epilog = (
+            "All other options are passed to the training unchanged; "
+            f"`python {stage.script.name} --help` lists them.\n"
+            f"So is everything after --, as in: {called_as} -- --dry-run"
+        )
+    else:
+        parser.usage = "%(prog)s [OPTION ...] PROGRAM [ARGUMENT ...]"
+        parser.epilog = EPILOG
     parser.add_argument(
         "--script",
         metavar="FILE.py",

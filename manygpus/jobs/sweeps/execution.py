@@ -16,7 +16,7 @@ from manygpus.config.command_line import own_program
 from manygpus.errors import UserError, print_line, print_table
 from manygpus.files import check_writable, replacing
 from manygpus.jobs import job_log, local_job, slurm
-from manygpus.jobs.submit import job_script, submission
+from manygpus.jobs.submit import executor, job_script, submission
 from manygpus.jobs.sweeps import pack, progress_table
 from manygpus.jobs.sweeps.places import run_in_places
 from manygpus.jobs.sweeps.plan import PlannedRun
@@ -108,7 +108,7 @@ def _start_here(sweep: Sweep, run: PlannedRun) -> Handle:
     request = sweep.request(run)
     # Before its processes: they may outlive this one.
     (run_folder / job_script.JOB).symlink_to(request.folder)
-    handle = submission.submitter(run.stage)(request)
+    handle = executor.submitter(run.stage)(request)
     (run_folder / job_script.LOG).symlink_to(handle.log)
     return handle
 

@@ -18,7 +18,7 @@ from manygpus import job_folder, launchers
 from manygpus.errors import UserError, entrypoint, print_line
 from manygpus.job_folder import Outcome
 from manygpus.jobs.inside.run_plain import PROCTRACK, SIGNALS_ALL
-from manygpus.jobs.submit import job_script, submission
+from manygpus.jobs.submit import executor, job_script
 from manygpus.jobs.submit.request import Request
 from manygpus.jobs.sweeps import progress_table
 from manygpus.jobs.sweeps.pack import Pack, ended
@@ -90,7 +90,7 @@ class PackRun:
         for submitted in request.folder.glob("*_submitted.pkl"):
             # Its number there is that of a process of the earlier start.
             submitted.unlink()
-        handle = submission.submitter(request.stage)(
+        handle = executor.submitter(request.stage)(
             replace(
                 request,
                 in_job=f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}",

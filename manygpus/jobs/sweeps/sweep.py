@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from manygpus import project
 from manygpus.config.command_line import check_divides
 from manygpus.config.options import Options
 from manygpus.errors import UserError
@@ -180,6 +181,7 @@ class Sweep:
                 options, or another sweep is at work in it.
         """
         check_writable(self.folder, "the sweep", "give a different --out.")
+        project.hide_results(self.site.results_dir)
         options_file = self.folder / "options.txt"
         other_things = [path for path in self.folder.iterdir() if path.name != ".lock"]
         if other_things and not options_file.exists():

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manygpus import job_folder, launchers, log_words
+from manygpus import job_folder, launchers, log_words, project
 from manygpus.errors import REPOSITORY
 from manygpus.frozen_code import FrozenCode
 from manygpus.job_folder import Outcome, Script
@@ -308,7 +308,8 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[JobRow]:
         number, shown_as, state, reason, folder, script, name = line.split("|", maxsplit=6)
         if number in begun:
             continue
-        is_of_checkout = _is_within(folder, (REPOSITORY,)) or _is_within(script, (REPOSITORY, jobs_dir))
+        here = project.folder()
+        is_of_checkout = _is_within(folder, (here,)) or _is_within(script, (here, jobs_dir))
         # A sweep may have its script, and its user, elsewhere.
         if is_of_checkout or _is_of_a_sweep(Path(script)):
             code = FrozenCode.read(Path(script).parent)
@@ -329,6 +330,8 @@ def _queue(jobs_dir: Path, begun: Collection[str]) -> list[JobRow]:
 def _is_of_a_sweep(script: Path) -> bool:
     """Return whether a job script is one of a sweep of this checkout."""
     text = job_folder.read(script)
+    if not project.IS_CHECKOUT:
+        return f"MANYGPUS_PROJECT={shlex.quote(str(project.folder()))}\n" in text
     # What it sources is in the package, or slurm/job_env.sh.
     sources = re.search(rf"{re.escape(str(REPOSITORY))}/\S*/job_env\.sh", text)
     return sources is not None or f"MANYGPUS_CHECKOUT={shlex.quote(str(REPOSITORY))}\n" in text

@@ -46,8 +46,8 @@ class NetworkBound(Finding):
         remedy = "use a larger batch per device, or accumulate several micro-batches (03_multigpu_ddp/beyond)"
         if self.network_mb_s >= 0:
             remedy += (
-                f"; each node sends and receives {self.network_mb_s:.0f} MB/s: check with slurm/doctor.py "
-                "--job whether its network can do more"
+                f"; each node sends and receives {self.network_mb_s:.0f} MB/s: check with `manygpus "
+                "doctor --job` whether its network can do more"
             )
         share = percent(self.communication_share)
         return f"averaging the gradients takes {share} of the training time: {remedy}."

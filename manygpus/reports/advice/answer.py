@@ -374,7 +374,7 @@ def compare_and_answer(paths: list[Path], out: Path, constraints: Constraints | 
             answer, skipped = answer_for(paths, constraints)
             report(answer, constraints, out, skipped)
         except SeveralSetsError as error:
-            command = ["python", "results/how_many_gpus.py", out, "--set", 1]
+            command = ["manygpus", "how-many", out, "--set", 1]
             print_line(f"{page.wrapped(error.sentence)}\nFor the first:\n    {_shell_line(command)}")
         except UserError as error:
             print_line(str(error))

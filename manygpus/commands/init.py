@@ -1,0 +1,45 @@
+"""Begin a project: ask Slurm how this cluster wants jobs to be requested, and write slurm/site.sh.
+
+It also writes slurm/hello.py, an example of a job. Files that are there already stay as they are.
+
+Try: manygpus init
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from manygpus import project
+from manygpus.config.command_line import Parser
+from manygpus.errors import UserError, entrypoint, print_line
+from manygpus.files import explained
+from manygpus.jobs import hello, slurm
+from manygpus.jobs.doctor import cli
+
+EXAMPLE = Path(hello.__file__)
+
+
+def main() -> None:
+    """Have the doctor write the site file, after the example."""
+    _write_example()
+    sys.argv = ["manygpus doctor", "--write-site"]
+    cli.main()
+
+
+@entrypoint
+def _write_example() -> None:
+    Parser(description=__doc__).parse_args()
+    if project.IS_CHECKOUT:
+        raise UserError(
+            f"{project.folder()} is the checkout of the kit, whose site file `manygpus doctor --write-site` "
+            "writes; a project of your own needs the package alone (YOUR_TRAINING.md)."
+        )
+    why_not = slurm.why_not_here()
+    if why_not:
+        raise UserError(f"there is no Slurm here ({why_not}): run this on a login node of your cluster.")
+    example = project.folder() / project.SITE_FILE.with_name(EXAMPLE.name)
+    if not example.exists():
+        with explained(f"{example} cannot be written", "fix the permissions, or go to a folder of yours."):
+            example.parent.mkdir(exist_ok=True)
+            shutil.copyfile(EXAMPLE, example)
+    print_line(f"{example} is an example of a job: manygpus submit --gpus 2 slurm/{EXAMPLE.name}\n")

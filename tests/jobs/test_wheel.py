@@ -1,0 +1,184 @@
+"""The package alone, as `pip install` leaves it: a project that is not ours, and no checkout anywhere."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import lessons
+import pytest
+from checkout import commit_of, own_environment, wait_until
+from cluster import RunningCluster
+from conftest import ENVIRONMENT, REPOSITORY, one_error, ran, succeeded
+from packaging.requirements import Requirement
+
+# It saves every step, handles no signal, and the first time it never ends.
+TRAIN = """
+import argparse, time
+import torch, torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+parser.add_argument("--resume")
+args = parser.parse_args()
+dist.init_process_group("gloo")
+first = torch.load(args.resume)["step"] + 1 if args.resume else 0
+for step in range(first, first + 3):
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    if dist.get_rank() == 0:
+        torch.save({"step": step}, "saved.pt")
+        print("step", step, "of", int(ranks), "ranks with lr", args.lr, flush=True)
+while not args.resume:
+    time.sleep(1)
+"""
+
+
+def needed(requirements: list[str]) -> Iterator[str]:
+    """What pip installs for these requirements without extras: their packages, and what those need."""
+    for text in requirements:
+        requirement = Requirement(text)
+        if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
+            yield requirement.name
+            yield from needed(metadata.requires(requirement.name) or [])
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: a build leaves folders behind."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for path in lessons.files("pyproject.toml", "LICENSE", "manygpus/*"):
+        copy = source / path.relative_to(REPOSITORY)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    succeeded(ran(*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", out, source, cwd=out))
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def manygpus(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command, in an environment with what pip installs with the wheel, and nothing else."""
+    environment = tmp_path_factory.mktemp("installed") / "env"
+    python = own_environment(environment)
+    linked = environment / "linked"
+    linked.mkdir()
+    (info,) = (path for path in zipfile.Path(wheel).iterdir() if path.name.endswith(".dist-info"))
+    for name in {*needed(metadata.PathDistribution(info).requires)}:
+        top_names = {file.parts[0] for file in metadata.files(name) if file.parts[0] != ".."}
+        for top_name in top_names - {"__pycache__"}:
+            (linked / top_name).symlink_to(metadata.distribution(name).locate_file(top_name))
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "linked.pth").write_text(f"{linked}\n")
+    pip = (sys.executable, "-m", "pip", "--quiet", "--python", python)
+    succeeded(ran(*pip, "install", "--no-index", "--no-deps", wheel))
+    assert ran(python, "-c", "import torch", env={}).returncode
+    return environment / "bin" / "manygpus"
+
+
+class Stranger:
+    """A user on a login node, in a project with an environment that has PyTorch."""
+
+    def __init__(self, home: Path, manygpus: Path, cluster: RunningCluster | None = None) -> None:
+        self.project, self.manygpus, self.cluster = home / "a project", manygpus, cluster
+        self.project.mkdir()
+        (self.project / "train.py").write_text(TRAIN)
+        self.python = own_environment(home / "env", with_torch=True)
+        self.environment = {"PYTHONPATH": "", "XDG_CONFIG_HOME": str(home / "config")}
+
+    def run(self, *words: object, folder: str = ".") -> subprocess.CompletedProcess:
+        command = [self.manygpus, *words]
+        where = {"cwd": self.project / folder}
+        if not self.cluster:
+            return ran(*command, env=ENVIRONMENT | self.environment | {"PATH": "/usr/bin:/bin"}, **where)
+        # Behind the cluster's own settings.
+        path = f"PATH={self.python.parent}:$PATH"
+        assignments = [f"{name}={value}" for name, value in self.environment.items()]
+        words = ["bash", "-c", f'{path} exec env "$@"', "bash", *assignments, *command]
+        return self.cluster.run(list(map(str, words)), timeout=300, **where)
+
+
+def test_a_job_of_a_strangers_script(manygpus: Path, cluster: RunningCluster, tmp_path: Path) -> None:
+    """It is killed at its time limit, comes back, and is judged; the commands know it in all its folders."""
+    stranger = Stranger(tmp_path, manygpus, cluster)
+    commit = commit_of(stranger.project)
+    begun = succeeded(stranger.run("init")).stdout
+    site = stranger.project / "slurm" / "site.sh"
+    assert "0 fault(s)" in begun and str(stranger.python) in begun
+    site.write_text(f"{site.read_text()}SITE_MONITOR=on\n")
+    sent = succeeded(
+        stranger.run(
+            *("submit", "--gpus", 2, "--nodes", 2, "--time", 1, "--when-requeued", "--resume saved.pt"),
+            *("train.py", "--lr", 0.1),
+        )
+    ).stdout
+    job = int(re.match(r"job (\d+) submitted: 2 node\(s\), 2 process", sent)[1])
+    (log,) = (stranger.project / "results" / "jobs" / "submitit").glob("train-*/")
+    log /= f"{job}_0_log.out"
+    wait_until(lambda: log.exists() and "step 2" in log.read_text())
+
+    # Meanwhile.
+    assert f"{job} " in succeeded(stranger.run("jobs", folder="slurm")).stdout
+    planned = succeeded(stranger.run("sweep", "--dry-run", "--vary", "lr=1,2", "train.py", "--lr", "{lr}"))
+    assert "python train.py --lr 2" in planned.stdout.replace(f"{stranger.project}/", "").replace("'", "")
+    checked = succeeded(stranger.run("doctor", "--plain", "train.py")).stdout
+    assert "imports at the top is installed" in checked and "0 fault(s)" in checked
+
+    state = cluster.wait(job, timeout=300)
+    text = log.read_text()
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text
+    assert "step 2 of 2 ranks with lr 0.1" in text and "step 5 of 2 ranks with lr 0.1" in text
+    assert f"\npython  {stranger.python}\n" in text
+    assert f"\ncode    {commit} with" in text
+    assert re.search(rf"\ncode    manygpus {re.escape(metadata.version('manygpus'))} in ", text)
+    assert "\nwatch   " in text
+    succeeded(stranger.run("monitor", "--verdict", job))
+    assert str(log) in succeeded(stranger.run("why", job)).stdout
+    # Nothing of this is code of the project.
+    status = succeeded(ran("git", "-C", stranger.project, "status", "--short")).stdout.split()
+    assert {*status} == {"??", "saved.pt", "slurm/"}
+
+
+def test_the_site_file_of_all_projects(manygpus: Path, cluster: RunningCluster, tmp_path: Path) -> None:
+    """It holds where a project has none, and a folder within a project is of that project."""
+    stranger = Stranger(tmp_path, manygpus, cluster)
+    of_all = tmp_path / "config" / "manygpus" / "site.sh"
+    of_all.parent.mkdir(parents=True)
+    without_torch = own_environment(tmp_path / "other").parent
+    of_all.write_text(
+        f"export SBATCH_PARTITION=urgent\nactivate_environment() {{ PATH='{without_torch}':$PATH; }}\n"
+    )
+    fault = f"{without_torch}/python has no PyTorch"
+    assert fault in stranger.run("doctor").stdout
+    inner = stranger.project / "inner"
+    inner.mkdir()
+    script = ("submit", "--gpus", 1, "--dry-run", "../train.py")
+    shown = succeeded(stranger.run(*script, folder="inner")).stdout
+    assert "#SBATCH --partition=urgent\n" in shown and f"{inner}/results" in shown
+    (stranger.project / "slurm").mkdir()
+    (stranger.project / "slurm" / "site.sh").write_text("export SBATCH_PARTITION=practice\n")
+    shown = succeeded(stranger.run(*script, folder="inner")).stdout
+    assert "#SBATCH --partition=practice\n" in shown and f"{inner}/results" not in shown
+    # What is written next is left where it is read.
+    (stranger.project / "slurm" / "site.sh").write_text("exit 1\n")
+    assert "slurm/site.sh" in one_error(stranger.run(*script, folder="inner"))
+
+
+def test_what_is_missing_is_one_sentence(manygpus: Path, tmp_path: Path) -> None:
+    """Slurm, a script, and packages that pip brings only if asked for."""
+    stranger = Stranger(tmp_path, manygpus)
+    assert "login node" in one_error(stranger.run("init"))
+    assert not (stranger.project / "slurm").exists()
+    for command in ("submit", "sweep"):
+        assert "train.py" in one_error(stranger.run(command, "--gpus", 2))
+    assert "nowhere.py" in one_error(stranger.run("submit", "nowhere.py"))
+    assert "--lr" in one_error(stranger.run("submit", "--lr", 1, "train.py"))
+    for command in ("compare", "how-many"):
+        assert "-m pip install scipy tabulate jinja2 matplotlib" in one_error(stranger.run(command))
+    assert "no job of this project" in one_error(stranger.run("why", 3))
+    assert [path.name for path in stranger.project.iterdir()] == ["train.py"]
