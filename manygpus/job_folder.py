@@ -53,14 +53,7 @@ NEWEST_CHECKPOINT = "newest-checkpoint"
 STALLED = "stalled"
 SLOW_NODES = "slow-nodes"
 AVOIDED_NODES = "avoided-nodes"
-OF_A_START = (
-    FIRST_FAILED,
-    STOPPED,
-    RESUMED_FROM,
-    NEWEST_CHECKPOINT,
-    STALLED,
-    SLOW_NODES,
-)  # like the ranks' notes
+OF_A_START = (FIRST_FAILED, STOPPED, RESUMED_FROM, NEWEST_CHECKPOINT, STALLED)  # like the ranks' notes
 STATES = ("started", "finished", "failed", "lost")  # of a rank
 NOTE = re.compile(rf"rank-(\d+)\.({'|'.join(STATES)})")
 
@@ -79,6 +72,9 @@ def prepare(folder: Path, plain: bool) -> None:
     rank_notes = [path for path in folder.glob("rank-*") if NOTE.fullmatch(path.name)]
     for path in (*rank_notes, *(folder / name for name in OF_A_START)):
         path.unlink(missing_ok=True)
+    if not restarts_in_job():
+        # In the same nodes they are not measured again.
+        (folder / SLOW_NODES).unlink(missing_ok=True)
     if plain:
         (folder / CHECKPOINTS).mkdir(exist_ok=True)
         (folder / PLAIN).touch()
@@ -207,14 +203,11 @@ def slow_nodes(folder: Path) -> list[str]:
     return read(folder / SLOW_NODES).splitlines()
 
 
-def note_avoided(folder: Path, nodes: Iterable[str]) -> None:
-    """Leave a note that the job goes back to the queue without these nodes."""
-    with suppress(OSError), (folder / AVOIDED_NODES).open("a", encoding="utf-8") as file:  # a full disk
-        file.writelines(f"{node}\n" for node in nodes)
-
-
 def has_avoided(folder: Path, nodes: Iterable[str]) -> bool:
-    """Return whether the job has gone back to the queue without one of these nodes before."""
+    """Return whether the job has gone back to the queue without one of these nodes before.
+
+    Its shell notes them when Slurm has taken it (`avoid_nodes` in jobs/scripts/job_env.sh).
+    """
     return not {*read(folder / AVOIDED_NODES).split()}.isdisjoint(nodes)
 
 

@@ -51,9 +51,12 @@ def name_of_site_file() -> str:
 
 
 def hide_results(results_dir: Path) -> None:
-    """Have git overlook the results in a project, which every copy of its code would have otherwise."""
-    if not IS_CHECKOUT and results_dir == folder() / "results":
-        results_dir.mkdir(parents=True, exist_ok=True)
+    """Make the folder of a project's results, which git is to overlook; one that is there stays as it is.
+
+    Otherwise every copy of the project's code would have them, too.
+    """
+    if not IS_CHECKOUT and results_dir == folder() / "results" and not results_dir.exists():
+        results_dir.mkdir(parents=True)
         (results_dir / ".gitignore").write_text("*\n")
 
 

@@ -1,6 +1,7 @@
 """Begin a project: ask Slurm how this cluster wants jobs to be requested, and write slurm/site.sh.
 
-It also writes slurm/hello.py, an example of a job. Files that are there already stay as they are.
+It also writes slurm/hello.py, an example of a job. Files that are there already stay as they are. A project
+without a site file begins with ~/.config/manygpus/site.sh, if that is there.
 
 Try: manygpus init
 """
@@ -42,4 +43,8 @@ def _write_example() -> None:
         with explained(f"{example} cannot be written", "fix the permissions, or go to a folder of yours."):
             example.parent.mkdir(exist_ok=True)
             shutil.copyfile(EXAMPLE, example)
+    site_file = project.folder() / project.SITE_FILE
+    if project.site_file() != site_file:
+        shutil.copyfile(project.site_file(), site_file)
+        print_line(f"{site_file} is a copy of {project.site_file()}")
     print_line(f"{example} is an example of a job: manygpus submit --gpus 2 slurm/{EXAMPLE.name}\n")

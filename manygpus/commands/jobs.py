@@ -72,15 +72,16 @@ def show(site: Site, word: str | None, as_json: bool) -> None:
     if word and not jobs:
         raise UserError(f"no job of this project matches {word}: see all with `manygpus jobs`.")
     named = [job for job in jobs if job.number == word]
-    end_of_log = {job.number: job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:] for job in named if job.log}
+    # Runs that share a job have its number in common.
+    end_of_log = {job.log: job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:] for job in named if job.log}
     if as_json:
-        documents = [job.as_json() | {"end_of_log": end_of_log.get(job.number)} for job in named or jobs]
+        documents = [job.as_json() | {"end_of_log": end_of_log.get(job.log)} for job in named or jobs]
         json_document.print_document({"schema_version": SCHEMA_VERSION, "jobs": documents})
         return
     print_table([job_list.TITLES, *(job.cells() for job in named or jobs)])
     for job in named:
         if job.log:
-            print_line("\n".join(["", f"the end of {job.log}:", *end_of_log[job.number]]))
+            print_line("\n".join(["", f"the end of {job.log}:", *end_of_log[job.log]]))
 
 
 def _show_code(site: Site, number: str) -> None:

@@ -186,12 +186,16 @@ def new_name(job_name: str) -> str:
 def gpus_here() -> int:
     """Count the GPUs that PyTorch sees here, without loading it, which is slow, if there can be none.
 
+    The kit that is installed alone may have no PyTorch. Then those count that the machine has.
+
     Raises:
         UserError: if there are GPUs that PyTorch cannot use.
     """
     device_nodes = [path for name in GPU_DEVICES for path in Path("/dev").glob(name)]
     if not device_nodes:
         return 0
-    from manygpus.devices import usable_gpus
-
+    try:
+        from manygpus.devices import usable_gpus
+    except ImportError:
+        return len(device_nodes)
     return len(usable_gpus())

@@ -211,8 +211,8 @@ def _of_problem(problem: dict, python: str, script: str) -> Finding:
         install = [python, "-m", "pip", "install", "--no-deps", "-e", str(REPOSITORY)]
         fix = f"install the kit there: {shlex.join(install)}"
         if not project.IS_CHECKOUT:
-            install = f"{shlex.quote(python)} -m pip install --no-deps"
-            fix = f"install the kit there, too, from where you have it: {install}"
+            install = f"{shlex.quote(python)} -m pip install --no-deps manygpus"
+            fix = f"install the kit there, too, with the address that you have it from: {install}"
     elif "without_it" in problem:
         there = problem["without_it"]
         fix = f"{there} has no such module: correct the import, or install a version that has it"

@@ -171,7 +171,6 @@ def _avoid(job_input: Input, findings: slow_nodes.Findings) -> str:
         obstacle = "Slurm has started it with them again"
     if obstacle:
         return start_plan.print_in_shell([slow_nodes.trains_with_them(obstacle)])
-    job_folder.note_avoided(job_input.folder, findings.slow)
     return slow_nodes.avoid(findings, slurm.fields(job_input["facts"])).as_shell()
 
 

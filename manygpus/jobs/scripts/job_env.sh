@@ -110,14 +110,14 @@ printed() {
 # step, with a limit of its own. Slurm starts no step in a job that is being requeued.
 in_job() {
     local seconds=$1 seconds_in_container=$2
-    local ask=(env PYTHONSAFEPATH=1 "$MANYGPUS_PYTHON" -m manygpus.jobs.inside.in_job "$3")
+    local ask=(-m manygpus.jobs.inside.in_job "$3")
     shift 3
-    timeout --signal=KILL "$seconds" "${ask[@]}" < <(in_job_input "$@") && return
+    timeout --signal=KILL "$seconds" env PYTHONSAFEPATH=1 "$PYTHON_OF_NODE" "${ask[@]}" < <(in_job_input "$@") && return
     [[ -z $requeued ]] || return 1
     (
         unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
         timeout --signal=KILL "$seconds_in_container" srun --overlap --mem=0 --nodes=1 --ntasks=1 --gpus=0 \
-            "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" "${ask[@]}" < <(in_job_input "$@")
+            "${SITE_SRUN_ARGS[@]}" "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 "$MANYGPUS_PYTHON" "${ask[@]}" < <(in_job_input "$@")
     )
 }
 
@@ -254,7 +254,7 @@ check_nodes() {
     set_on_each_node
     exec {answers}< <(exec timeout --kill-after=10 180 "${on_each_node[@]}" --job-name=node-check \
         --kill-on-bad-exit=0 --wait=0 "${SITE_CONTAINER[@]}" env PYTHONSAFEPATH=1 \
-        python -m manygpus.jobs.doctor.node_check "$1" 2>"$MANYGPUS_JOB_DIR/node-check.log" </dev/null)
+        python "$KIT/manygpus/run_alone.py" manygpus.jobs.doctor.node_check "$1" 2>"$MANYGPUS_JOB_DIR/node-check.log" </dev/null)
     step=$!
     while IFS= read -r -t "$patience" -u "$answers" line; do
         measured+=$line$'\n'
@@ -286,6 +286,7 @@ avoid_nodes() {
     requeue "$avoids"
     if [[ $requeued ]]; then
         scontrol update JobId="$this_job" ExcNodeList="$excluded" || true
+        echo "${excluded//,/ }" >>"$MANYGPUS_JOB_DIR/avoided-nodes"
         failure=$avoids
         exit 1
     fi

@@ -68,7 +68,7 @@ done
 [[ $SITE_STALLED_SECONDS == 0 || $SITE_MONITOR == on ]] ||
     fail "SITE_STALLED_SECONDS needs the monitor: leave out SITE_MONITOR=off, or SITE_STALLED_SECONDS."
 [[ ${SITE_NODE_CHECK:=off} =~ ^(off|on|avoid)$ ]] ||
-    fail "SITE_NODE_CHECK is off, on or avoid, not $SITE_NODE_CHECK: correct it in slurm/site.sh or in your shell."
+    fail "SITE_NODE_CHECK is off, on or avoid, not $SITE_NODE_CHECK: correct it in $NAME_OF_SITE or in your shell."
 # Below the ports that the system assigns by itself (from 32768 on).
 : "${SITE_PORTS:=10000-29999}"
 if [[ ! $SITE_PORTS =~ ^[1-9][0-9]*-[1-9][0-9]*$ ]] || ((${SITE_PORTS%-*} > ${SITE_PORTS#*-})); then
@@ -90,7 +90,9 @@ fi
 if [[ ! ${MANYGPUS_PROJECT:-} ]]; then
     export PYTHONPATH=$KIT${PYTHONPATH:+:$PYTHONPATH} # finds manygpus if it is not installed
 fi
-# What decides for the job, and surrounds its script: the Python of the job, or that in which the kit is installed.
+# What decides for the job, and surrounds its script: the Python of the job, or that in which the kit is installed. In a
+# container only its own Python can surround the script.
+PYTHON_OF_NODE=${MANYGPUS_PYTHON:-python}
 if [[ ! ${MANYGPUS_PROJECT:-} || ${SITE_CONTAINER[*]} ]]; then
     MANYGPUS_PYTHON=python
 fi
