@@ -10,6 +10,7 @@ It needs only the standard library.
 import os
 import shlex
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -55,7 +56,9 @@ def hide_results(results_dir: Path) -> None:
 
     Otherwise every copy of the project's code would have them, too.
     """
-    if not IS_CHECKOUT and results_dir == folder() / "results" and not results_dir.exists():
+    if IS_CHECKOUT or results_dir != folder() / "results" or results_dir.exists():
+        return
+    with suppress(OSError):  # whether results can be written is checked later
         results_dir.mkdir(parents=True)
         (results_dir / ".gitignore").write_text("*\n")
 

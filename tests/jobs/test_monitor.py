@@ -251,7 +251,7 @@ def test_the_monitor_sees_all_gpus_where_each_rank_has_its_own(checkout: Checkou
     record = "JobId=7 TresBind=gres/gpu:per_task:1 TresPerTask=cpu=1,gres/gpu=1 "
     checkout.fake("scontrol", f"[[ $* == *hostnames* ]] && echo 127.0.0.2 || echo '{record}'")
     keep = f"echo \"${{!SLURM_TRES_@}} $*\" >>'{options_file}'"
-    checkout.fake("srun", f"[[ $* != *monitor.py* ]] || {keep}")
+    checkout.fake("srun", f"[[ $* != *--job-name=monitor* ]] || {keep}")
     job = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n1",

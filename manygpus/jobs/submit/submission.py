@@ -101,8 +101,8 @@ def sending(request: Request) -> Iterator[Submission]:
     """
     fix = "free the space, fix the permissions, or choose different folders (--results-dir, slurm/site.sh)."
     check(request)
-    check_writable(request.results_dir / "runs", "results", fix)
     project.hide_results(request.site.results_dir)
+    check_writable(request.results_dir / "runs", "results", fix)
     if not request.why_here:
         check_limits(request)
     # A job without its log's folder fails without a log.

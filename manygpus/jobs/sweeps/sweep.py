@@ -180,8 +180,8 @@ class Sweep:
             UserError: if it cannot be written to, has other things in it, belongs to a sweep with other
                 options, or another sweep is at work in it.
         """
-        check_writable(self.folder, "the sweep", "give a different --out.")
         project.hide_results(self.site.results_dir)
+        check_writable(self.folder, "the sweep", "give a different --out.")
         options_file = self.folder / "options.txt"
         other_things = [path for path in self.folder.iterdir() if path.name != ".lock"]
         if other_things and not options_file.exists():
