@@ -52,15 +52,18 @@ def name_of_site_file() -> str:
 
 
 def hide_results(results_dir: Path) -> None:
-    """Make the folder of a project's results, which git is to overlook; one that is there stays as it is.
+    """Have git overlook jobs and sweeps among the results of a project. What is there already stays as it is.
 
     Otherwise every copy of the project's code would have them, too.
     """
-    if IS_CHECKOUT or results_dir != folder() / "results" or results_dir.exists():
+    if IS_CHECKOUT or results_dir != folder() / "results":
         return
-    with suppress(OSError):  # whether results can be written is checked later
-        results_dir.mkdir(parents=True)
-        (results_dir / ".gitignore").write_text("*\n")
+    for name in ("jobs", "sweeps"):
+        hides = results_dir / name / ".gitignore"
+        if not hides.exists():
+            with suppress(OSError):  # whether results can be written is checked later
+                hides.parent.mkdir(parents=True, exist_ok=True)
+                hides.write_text("*\n")
 
 
 def variables() -> dict[str, str]:
