@@ -1,5 +1,6 @@
 """The package alone, as `pip install` leaves it: a project that is not ours, and no checkout anywhere."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ from checkout import commit_of, own_environment, wait_until
 from cluster import RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY, one_error, ran, succeeded
 from packaging.requirements import Requirement
+
+from manygpus.jobs.submit import slurm_options
 
 # It saves every step, handles no signal, and the first time it never ends.
 TRAIN = """
@@ -45,6 +48,26 @@ def needed(requirements: list[str]) -> Iterator[str]:
         if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
             yield requirement.name
             yield from needed(metadata.requires(requirement.name) or [])
+
+
+def parameters_for_submitit(path: Path) -> dict[str, str]:
+    """The arguments with which a file creates its executor and updates it, as code without comments."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    named = {ast.unparse(call.func): call for call in calls}
+    keywords = (
+        *named["submitit.AutoExecutor"].keywords,
+        *named["executor.update_parameters"].keywords,
+    )
+    return {keyword.arg: ast.unparse(keyword.value) for keyword in keywords}
+
+
+def test_without_stages_a_job_is_sent_as_stage_03_sends_it() -> None:
+    """The call is in two places, of which the stage explains it."""
+    of_stage = parameters_for_submitit(REPOSITORY / "03_multigpu_ddp" / "submit.py")
+    of_package = parameters_for_submitit(REPOSITORY / "manygpus" / "jobs" / "submit" / "executor.py")
+    python_of_stage = ast.literal_eval(of_stage.pop("slurm_python"))
+    assert python_of_stage == eval(of_package.pop("slurm_python"), vars(slurm_options))
+    assert of_stage == of_package and "nodes" in of_stage
 
 
 @pytest.fixture(scope="module")
