@@ -215,8 +215,7 @@ stage_environment() {
     folder=${SITE_STAGE_DIR:-${SLURM_TMPDIR:-${TMPDIR:-/tmp}}}/manygpus-env-$SLURM_JOB_ID
     start=${MANYGPUS_RESTARTS_IN_JOB:-0}
     folder+=-${SLURM_RESTART_COUNT:-0}-${start#*:}
-    on_each_node=(env --unset=SLURM_{GPUS_PER_TASK,TRES_PER_TASK,GPU_BIND,TRES_BIND} srun --overlap --mem=0 --gpus=0
-        --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "${SITE_SRUN_ARGS[@]}")
+    set_on_each_node --gpus=0
     # shellcheck disable=SC2016 # the shell of the step expands it
     exec {staging_input}> >(
         trap : TERM
@@ -296,10 +295,10 @@ avoid_nodes() {
 
 # Set `on_each_node` to the words that start a process on each node. It shares memory, cores and GPUs with the ranks,
 # and sees all GPUs of a node, even if each rank sees one (--gpus-per-task, which newer releases of Slurm show in
-# SLURM_TRES_PER_TASK only).
+# SLURM_TRES_PER_TASK only), unless the arguments say otherwise.
 set_on_each_node() {
-    local gpus=()
-    if [[ ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gpu* ]]; then
+    local gpus=("$@")
+    if ((!$#)) && [[ ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gpu* ]]; then
         gpus=("--gpus-per-node=${SLURM_GPUS_ON_NODE:-0}")
     fi
     on_each_node=(env --unset=SLURM_{GPUS_PER_TASK,TRES_PER_TASK,GPU_BIND,TRES_BIND} srun --overlap --mem=0
