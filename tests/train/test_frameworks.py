@@ -29,19 +29,20 @@ def after_each_step(*_):
     at_step(len(steps))
 register_optimizer_step_post_hook(after_each_step)
 """
-# Only one rank gets the signal that comes before the time limit.
+# In the first start one rank gets the signal that comes before the time limit, or with a preemption.
 IS_SIGNALLED = """
 def at_step(step):
-    if step == 25 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGUSR2)
+    if step == 25 and os.environ["RANK"] == "1" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        os.kill(os.getpid(), signal.NAME)
 """
-# A start stays where it is until such a signal has come, but not the last one. The end of a loader worker is
-# a signal, too.
+SIGNALS = {"train_accelerate": "SIGTERM", "train_hf_trainer": "SIGUSR2", "train_hydra": "SIGTERM"}
+# Of Lightning, which has a handler of its own for each signal, all ranks get both, from Slurm. A start stays
+# where it is until one has come, but not the last one. The end of a loader worker is a signal, too.
 STAYS = """
 restart, (reads, writes) = int(os.environ.get("SLURM_RESTART_COUNT", "0")), os.pipe2(os.O_NONBLOCK)
 signal.set_wakeup_fd(writes)
 def at_step(step):
-    if restart < STARTS - 1 and step == (5, 15)[restart]:
+    if restart < 2 and step == (5, 15)[restart]:
         print(f"waits {restart} on rank {os.environ['RANK']}", flush=True)
         received = set()
         while not received & {signal.SIGUSR2, signal.SIGTERM}:
@@ -72,43 +73,35 @@ def run(forks: Forking, script: Path, job_folder: Path) -> str:
 
 
 def test_each_resumes_exactly_where_it_was_stopped(on_cluster: Checkout, tmp_path: Path) -> None:
-    """By a preemption, as a job on two nodes, and before its time limit, there in the case of Lightning."""
+    """As a job on two nodes, whose end is compared with that of a training in one go."""
     folder = on_cluster.folder / FOLDER.relative_to(BEYOND.parents[1])
     scripts = {name: folder / f"{name}.py" for name in CHECKPOINTS}
     modules = ("lightning.pytorch", "transformers.trainer", "accelerate", "hydra")
     with forking(tmp_path, ENVIRONMENT, modules) as forks:
         for name, script in scripts.items():
-            signalled = folder / "signalled.py"
-            signalled.write_text(with_steps(script, IS_SIGNALLED))
-            run(forks, script, tmp_path / name / "whole")
-            printed = run(forks, signalled, tmp_path / name / "stopped")
-            assert "saved and stopped after step 30\n" in printed
-            run(forks, script, tmp_path / name / "stopped")
+            run(forks, script, tmp_path / name)
 
     jobs = {}
     for name, script in scripts.items():
-        text = with_steps(script, STAYS.replace("STARTS", "3" if name == "train_lightning" else "2"))
+        planted = IS_SIGNALLED.replace("NAME", SIGNALS[name]) if name in SIGNALS else STAYS
+        text = with_steps(script, planted)
         # PyTorch's threads abort some of the runs that went well, on CPUs that are shared.
         script.write_text(text.replace("    main()\n", "    main()\n    os._exit(0)\n"))
         # No GPU, so that all jobs run at the same time.
         asked = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=1G")
         jobs[name] = on_cluster.submit("srun", "--plain", script, sbatch=asked)
-    for job in jobs.values():
+    for start, name in enumerate(("TERM", "USR2")):
         for rank in range(2):
-            on_cluster.wait_for(f"waits 0 on rank {rank}", job)
-    on_cluster.cluster.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true", cwd="/tmp")
-    for rank in range(2):
-        on_cluster.wait_for(f"waits 1 on rank {rank}", jobs["train_lightning"])
-    on_cluster.cluster.run(["scancel", "--signal=USR2", jobs["train_lightning"]])
+            on_cluster.wait_for(f"waits {start} on rank {rank}", jobs["train_lightning"])
+        on_cluster.cluster.run(["scancel", f"--signal={name}", jobs["train_lightning"]])
 
     for name, job in jobs.items():
         state, log = on_cluster.cluster.wait(job, timeout=300), on_cluster.log(job)
         stops = set(map(int, re.findall("saved and stopped after step (.+)", log)))
-        assert stops == ({10, 30} if name == "train_lightning" else {10}), log
+        assert stops == ({30} if name in SIGNALS else {10, 30}), log
         assert state["JobState"] == "COMPLETED", log
-        whole = weights(tmp_path / name / "whole", name)
-        for stopped in (tmp_path / name / "stopped", on_cluster.folder / "results" / "jobs" / str(job)):
-            torch.testing.assert_close(weights(stopped, name), whole, rtol=0, atol=0)
+        resumed = weights(on_cluster.folder / "results" / "jobs" / str(job), name)
+        torch.testing.assert_close(resumed, weights(tmp_path / name, name), rtol=0, atol=0)
 
 
 # As Lightning's users have it, with its own way back to the queue. The second start has nothing left to do.
@@ -179,7 +172,7 @@ def test_accelerate_saves_our_record_with_the_rest(forking: Forking, tmp_path: P
         text = text.replace(line, code)
     script.write_text(text)
     signalled = tmp_path / "signalled.py"
-    signalled.write_text(with_steps(script, IS_SIGNALLED.replace("25", "15")))
+    signalled.write_text(with_steps(script, IS_SIGNALLED.replace("25", "15").replace("NAME", "SIGUSR2")))
     assert "saved and stopped after step 30" in run(forking, signalled, tmp_path / "job")
     assert "resumed after step 30" in run(forking, script, tmp_path / "job")
     assert [row["epoch"] for row in rows_of(tmp_path / "job")] == [1, 2, 3, 4, 5]
