@@ -49,7 +49,9 @@ CONTENTS = {
     "03_multigpu_ddp/beyond/README": {"": ["DOES_NOT_FIT", "GPT", "*", "complete/*/README"]},
     "01_singlegpu/exercises/README": {"": ["*/README"]},
     "03_multigpu_ddp/exercises/README": {"": ["*/README"]},
-    "YOUR_TRAINING": {"": ["03_multigpu_ddp/CHECKPOINTS", "03_multigpu_ddp/OUR_LOOP"]},
+    "YOUR_TRAINING": {
+        "": ["03_multigpu_ddp/CHECKPOINTS", "03_multigpu_ddp/CHECKPOINTER", "03_multigpu_ddp/OUR_LOOP"]
+    },
     "slurm/README": {"": ["DATA", "MONITORING", "*", "practice_cluster/README", "*/README"]},
     "results/README": {"": ["METHODS", "*", "sample/README", "../tools/bench/README"]},
     "results/sample/README": {"": ["h100/README", "h100/one_gpu/README", "*/README"]},

@@ -44,9 +44,9 @@ RUN_ELSEWHERE = {
     "make test-all",
     "torchrun --standalone --nproc-per-node=2 plain_ddp.py --epochs 1",  # test_plain.py
     # test_plain.py
-    "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 by_feature/recorded.py --epochs 2",
+    "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 beyond/by_feature/recorded.py --epochs 2",
     # test_own_loop.py
-    "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 by_feature/own_loop.py --epochs 2",
+    "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 beyond/by_feature/own_loop.py --epochs 2",
     # A part of `make test`; a copy of the project has no environment of its own.
     ".venv/bin/python -m pytest -n0 tests/unit/test_records.py",
     "make bench",  # test_bench_measures_the_ladder, on one rung

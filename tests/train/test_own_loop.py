@@ -365,7 +365,7 @@ def test_what_cannot_be_saved_is_named_before_anything_is_lost(
     assert f"UserError: {place}" in done.stderr
 
 
-# What the two loops of YOUR_TRAINING.md need around them. Each loss of each rank is printed, and in one batch
+# What the two loops of CHECKPOINTER.md need around them. Each loss of each rank is printed, and in one batch
 # the last rank gets a signal, which may be between two micro-batches.
 AROUND_THE_LOOP = """
 import os, random, signal
@@ -452,8 +452,8 @@ WITH_SAMPLER = {
 
 
 def _loop_of_the_page(how: str, changes: dict[str, str]) -> str:
-    """A script with one of the loops of YOUR_TRAINING.md."""
-    page = (REPOSITORY / "YOUR_TRAINING.md").read_text()
+    """A script with one of the loops of CHECKPOINTER.md."""
+    page = (REPOSITORY / "03_multigpu_ddp" / "CHECKPOINTER.md").read_text()
     loops = re.findall(r"```python\n(loader_seeds = .*?)```", page, re.DOTALL)
     (loop,) = (loop for loop in loops if ("accumulate" in loop) == (how == "accumulation"))
     loop = loop.replace("\n        ...  # the training step\n", TRAINING_STEP)

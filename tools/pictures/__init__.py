@@ -22,7 +22,6 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "03_multigpu_ddp/pictures/processes.svg": schemes.processes,
     "03_multigpu_ddp/pictures/hang.svg": schemes.hang,
     "03_multigpu_ddp/pictures/what_fits.svg": schemes.what_fits,
-    "results/pictures/ways_in.svg": schemes.ways_in,
     "slurm/pictures/cluster.svg": schemes.cluster,
     "slurm/pictures/stop.svg": schemes.stop,
     "slurm/pictures/sample.svg": schemes.sample,

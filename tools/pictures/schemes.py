@@ -1,6 +1,6 @@
 """The pictures of what happens, and where: boxes and arrows."""
 
-from pictures.svg import NORMAL, WIDTH, Picture
+from pictures.svg import NORMAL, Picture
 
 
 def cluster() -> Picture:
@@ -182,49 +182,6 @@ def hang() -> Picture:
         "Look for the condition that only some ranks have passed: here the one that leads to save().",
         anchor="middle",
     )
-    return picture
-
-
-def ways_in() -> Picture:
-    """Three ways of bringing one's own training, each with what it needs and what it gives."""
-    picture = Picture(
-        "Three ways in: your script as it is, with a record, or your model in a copy of our loop", 336
-    )
-    for left, words in ((20, "what you do"), (292, "what runs"), (548, "what you get")):
-        picture.text(left, 26, words, NORMAL, bold=True)
-    lanes = [
-        (
-            "as it is",
-            ["nothing changes:", "--plain train.py"],
-            ["your script", "your loop, your model"],
-            [
-                "jobs on any number of GPUs,",
-                "what they wasted, why one failed,",
-                "and its automatic requeue",
-            ],
-        ),
-        (
-            "with our record",
-            ["about ten lines", "in your loop"],
-            ["your script + a record", "your loop, your model"],
-            ["the same, and a row in the", "tables, figures and predictions"],
-        ),
-        (
-            "our loop",
-            ["your data and your model", "in a copy of a stage"],
-            ["our loop", "your data, your model"],
-            ["the same, and a resume that", "is exact to the last digit"],
-        ),
-    ]
-    for number, (name, does, runs, gets) in enumerate(lanes):
-        top = 40 + 98 * number
-        picture.rect(8, top, WIDTH - 16, 88, "neutral")
-        picture.text(20, top + 24, name, NORMAL, bold=True)
-        picture.lines(20, top + 56, does)
-        picture.arrow((206, top + 44), (262, top + 44))
-        picture.box(266, top + 14, 190, 60, *runs, fill="compute-tint", stroke="compute")
-        picture.arrow((458, top + 44), (514, top + 44))
-        picture.lines(528, top + 44, gets)
     return picture
 
 
