@@ -45,7 +45,9 @@ CONTENTS = {
     },
     "01_singlegpu/README": {"": ["FAST", "*", "exercises/README"]},
     "02_multigpu_dp/README": {"": ["The notebook <multi_gpu>", "*"]},
-    "03_multigpu_ddp/README": {"": ["STARTING", "SCALING", "*", "beyond/README", "exercises/README"]},
+    "03_multigpu_ddp/README": {
+        "": ["LAUNCHING", "HANGS", "SCALING", "*", "beyond/README", "exercises/README"]
+    },
     "03_multigpu_ddp/beyond/README": {"": ["DOES_NOT_FIT", "GPT", "*", "complete/*/README"]},
     "01_singlegpu/exercises/README": {"": ["*/README"]},
     "03_multigpu_ddp/exercises/README": {"": ["*/README"]},

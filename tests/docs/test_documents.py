@@ -351,7 +351,7 @@ def test_bench_measures_the_ladder(forking: Forking) -> None:
 
 def test_the_lines_that_a_lesson_compares_stand_in_the_job_scripts() -> None:
     folder = STAGES["ddp"].parent
-    table = (folder / "STARTING.md").read_text().partition("| a line of [slurm_submit.sh]")[2]
+    table = (folder / "LAUNCHING.md").read_text().partition("| a line of [slurm_submit.sh]")[2]
     rows = table.partition("\n\n")[0].splitlines()[2:]
     assert len(rows) >= 8
     for row in rows:

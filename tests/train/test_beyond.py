@@ -286,7 +286,7 @@ def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> N
 def test_the_programs_of_two_pages_run_on_ranks_of_their_own(script: Script, tmp_path: Path) -> None:
     """What each rank says of itself, on two ranks; and unequal numbers of batches, which end equal."""
     printed = {}
-    for name, page in (("check", BEYOND.parent / "STARTING.md"), ("join", BEYOND / "README.md")):
+    for name, page in (("check", BEYOND.parent / "LAUNCHING.md"), ("join", BEYOND / "README.md")):
         *_, code = re.findall(r"^```python\n(import.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
         (tmp_path / f"{name}.py").write_text(code)
         printed[name] = sorted(succeeded(script(tmp_path / f"{name}.py", ranks=2)).stdout.splitlines())

@@ -1,4 +1,4 @@
-"""Several ranks of stage 03 without Slurm, as STARTING.md shows it."""
+"""Several ranks of stage 03 without Slurm, as LAUNCHING.md shows it."""
 
 import re
 import signal
@@ -13,7 +13,7 @@ from forking import free_port
 
 from manygpus.signals import STOP_SIGNALS
 
-PAGE = STAGES["ddp"].with_name("STARTING.md")
+PAGE = STAGES["ddp"].with_name("LAUNCHING.md")
 SMALL = "--train-size 300 --test-size 100 --epochs 1 --batch-size 60 --precision fp32 --no-cuda --timeout 60"
 TORCHRUN = (sys.executable, "-m", "manygpus.distributed.torchrun", "--standalone", "--nproc-per-node=2")
 
