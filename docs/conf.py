@@ -54,7 +54,19 @@ CONTENTS = {
     "YOUR_TRAINING": {
         "": ["03_multigpu_ddp/CHECKPOINTS", "03_multigpu_ddp/CHECKPOINTER", "03_multigpu_ddp/OUR_LOOP"]
     },
-    "slurm/README": {"": ["DATA", "MONITORING", "*", "practice_cluster/README", "*/README"]},
+    "slurm/README": {
+        "": [
+            "SITE",
+            "RESUME",
+            "SWEEP",
+            "MONITORING",
+            "DATA",
+            "REFERENCE",
+            "*",
+            "practice_cluster/README",
+            "*/README",
+        ]
+    },
     "results/README": {"": ["METHODS", "*", "sample/README", "../tools/bench/README"]},
     "results/sample/README": {"": ["h100/README", "h100/one_gpu/README", "*/README"]},
     "CONTRIBUTING": {"": ["tests/README"]},

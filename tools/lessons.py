@@ -48,7 +48,17 @@ NEEDS_SLURM = re.compile(
 )
 # Their commands start in the top folder, those of the others in their own.
 FROM_THE_TOP = tuple(
-    f"slurm/{page}.md" for page in ("README", "DATA", "MONITORING", "practice_cluster/README")
+    f"slurm/{page}.md"
+    for page in (
+        "README",
+        "DATA",
+        "MONITORING",
+        "REFERENCE",
+        "RESUME",
+        "SITE",
+        "SWEEP",
+        "practice_cluster/README",
+    )
 )
 NOTEBOOK = REPOSITORY / "02_multigpu_dp" / "multi_gpu.ipynb"
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}

@@ -31,7 +31,7 @@ def add_json(parser: argparse.ArgumentParser, document: str) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help=f"print {document} as JSON, for a program; notes go to stderr (slurm/README.md)",
+        help=f"print {document} as JSON, for a program; notes go to stderr (slurm/REFERENCE.md)",
     )
 
 

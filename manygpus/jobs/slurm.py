@@ -82,7 +82,7 @@ REFUSALS = {
     "`sacctmgr show associations user=$USER` show the limits",
     # The second is what a site's own plugin may say, which names the option that it wants.
     "mutually exclusive|--(gres|gpus|mem|cpus)": "SITE_GPUS, SITE_CPUS and SITE_MEM in slurm/site.sh "
-    "say how this site wants GPUs, cores and memory requested (slurm/README.md); leave out options and "
+    "say how this site wants GPUs, cores and memory requested (slurm/SITE.md); leave out options and "
     "SBATCH_* variables of a different form",
     "not_permitted_to_use_this_partition": "set SBATCH_QOS, SBATCH_ACCOUNT or SBATCH_PARTITION in "
     "slurm/site.sh; `scontrol show partition` shows who may use which one",

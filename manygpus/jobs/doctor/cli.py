@@ -153,7 +153,7 @@ def _parse() -> argparse.Namespace:
         metavar="PROGRAM",
         type=given,
         help="also check this script in its environment; everything after it is its own arguments "
-        "(slurm/README.md)",
+        "(slurm/SITE.md)",
     )
     add_options(parser)
     parser.add_argument("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")

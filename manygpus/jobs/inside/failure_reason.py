@@ -314,7 +314,7 @@ class Evidence:
 
 def _remedy(error: str, ranks: int) -> str:
     """Return what to do about an error of a script that does not use the kit; "" if that is not known."""
-    # Each of two tasks ran a script that starts the ranks of a node itself (slurm/README.md).
+    # Each of two tasks ran a script that starts the ranks of a node itself (slurm/REFERENCE.md).
     if "EADDRINUSE" in error and ranks > 1:
         return ": if the script starts its ranks itself, submit it with --one-process-per-node"
     # gloo wants the name of an interface: github.com/aws-samples/aws-do-eks/pull/51.

@@ -2,7 +2,7 @@
 # All settings of your cluster. Copy this file, then edit the copy, which git ignores:
 #     cp slurm/site.example.sh slurm/site.sh
 # Complete examples for conda, venv, Apptainer, Podman and pyxis are in slurm/sites/.
-# slurm/README.md explains every option. A line that you leave out keeps its default.
+# slurm/SITE.md explains every option. A line that you leave out keeps its default.
 
 # --- 1. What to request from Slurm --------------------------------------------------------------
 # submit.py, sweep.py and doctor.py read this file themselves. For plain `sbatch`, first run

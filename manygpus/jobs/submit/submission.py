@@ -540,7 +540,7 @@ def _parser(stage: Stage, description: str) -> Parser:
         "--avoid-slow-nodes",
         action="store_true",
         help="measure the nodes before the ranks start, and go back to the queue without a node that is slow "
-        "or does not answer (slurm/README.md)",
+        "or does not answer (slurm/RESUME.md)",
     )
     parser.add_argument(
         "--cpus-per-gpu",
@@ -576,7 +576,7 @@ def add_no_freeze(parser: argparse._ActionsContainer) -> None:
         "--no-freeze",
         action="store_true",
         help="run the files as they are when the job starts, and not a copy of the script's git checkout as "
-        "it is now (slurm/README.md)",
+        "it is now (slurm/REFERENCE.md)",
     )
 
 

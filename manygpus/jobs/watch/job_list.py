@@ -206,7 +206,7 @@ def _of_this_machine(number: str, folder: Path, status: Mapping[str, JobStatus])
     if not local_job.has_ended(number, folder):
         state, note, until = "running", "", time.time()
     elif nodes - {launchers.node()}:
-        # A sweep whose runs are processes within a job (slurm/README.md): another machine has their numbers.
+        # A sweep whose runs are processes within a job (slurm/SWEEP.md): another machine has their numbers.
         state, note, until = "unknown", f"its processes are, or were, on {', '.join(sorted(nodes))}", None
     else:
         times = [note.stat().st_mtime for note in ended.values()]
