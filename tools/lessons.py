@@ -5,10 +5,10 @@ FILE "FIRST" "LAST"` (of a .py or .sh: from the line that contains FIRST to the 
 `table FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column
 of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV
 `medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, what a program
-has printed `output FILE.txt`, the `exercises` of the page's folder, or `bench TOOL FILE.csv ...`, the table
-that a tool in tools/bench makes of what it has written, by its function `table` or, with `TOOL.FUNCTION`, by
-another. Paths are relative to the README. Run this file (`make lessons`) to bring all up to date, and the
-pictures that tools/pictures draws.
+has printed `output FILE.txt`, the `exercises` of the page's folder, those of the core path as `make learn`
+lists them (`learn`), or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of what it has
+written, by its function `table` or, with `TOOL.FUNCTION`, by another. Paths are relative to the README. Run
+this file (`make lessons`) to bring all up to date, and the pictures that tools/pictures draws.
 
 So is the notebook of stage 02: it is run, and what every run without a GPU shows alike is kept. A cell with
 the tag `fresh` measures. Its outputs are the reader's own, and none are committed.
@@ -104,6 +104,7 @@ def up_to_date(readme: Path) -> str:
             "verdict": _verdict,
             "output": _output,
             "exercises": _exercises,
+            "learn": _learn,
             "bench": _bench,
         }
         text = kinds[kind](readme.parent, *words)
@@ -226,6 +227,14 @@ def _exercises(folder: Path) -> str:
         lists[exercise.kind].append(f"{mark} {link}, {exercise.minutes} minutes: {exercise.title}")
     parts = [f"**{kind.capitalize()}**\n\n" + "\n".join(lines) for kind, lines in lists.items() if lines]
     return "\n\n".join(parts)
+
+
+def _learn(folder: Path) -> str:
+    """List the core path as `make learn` does for a beginner, without what it says of the machine."""
+    command = [sys.executable, "-m", "manygpus.workshop.learn"]
+    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    listed = re.search(r"^The core path.*?(?=\n\n)", printed, re.DOTALL | re.MULTILINE)[0]
+    return f"```\n{listed.replace('[x]', '[ ]')}\n```"
 
 
 def _bench(folder: Path, tool: str, *names: str) -> str:

@@ -50,9 +50,9 @@ def _efficiencies(throughputs: dict[int, float]) -> dict[int, float]:
 def front() -> Picture:
     """Two reasons why more GPUs do not help: a loader that is too slow, and communication."""
     picture = Picture(
-        "Speedup with enough and with too few loader workers, and efficiency up to 256 GPUs", 372
+        "Speedup with enough and with too few loader processes, and efficiency up to 256 GPUs", 372
     )
-    picture.text(20, 26, "Why do more GPUs not help?", NORMAL, bold=True)
+    picture.text(20, 26, "GPUs that wait for images", NORMAL, bold=True)
     picture.text(20, 46, "ResNet-50 on V100, weak scaling: times one GPU", colour="muted")
     counts = [1, 2, 4, 8, 16, 32]
     across = Scale(1, 32, 52, 318, math.log2)
@@ -62,8 +62,8 @@ def front() -> Picture:
     picture.line([(across(1), down(1)), (across(32), down(32))], "muted", 1.5, "6 4")
     picture.text(across(11.4), down(15.4), "ideal", anchor="end", colour="muted", on_lines=True)
     lines = {
-        ENOUGH_WORKERS: Line("48 loaders", "compute", "circle"),
-        FEW_WORKERS: Line("8 loaders", "waiting", "square"),
+        ENOUGH_WORKERS: Line("48", "compute", "circle"),
+        FEW_WORKERS: Line("8", "waiting", "square"),
     }
     for series, look in lines.items():
         speedups = _speedups(_throughputs(series))
@@ -72,8 +72,8 @@ def front() -> Picture:
             picture.marker(across(gpus), down(times), look.marker, look.colour)
         last = down(speedups[32])
         picture.text(328, last + 3, f"{speedups[32]:.1f} x", NORMAL, bold=True)
-        picture.text(328, last + 20, look.name)
-    picture.text(440, 26, "How many should I ask for?", NORMAL, bold=True)
+        picture.lines(328, last + 27, [f"{look.name} loader", "processes"])
+    picture.text(440, 26, "GPUs that wait for each other", NORMAL, bold=True)
     picture.text(440, 46, "1.3 B weights on H100, weak scaling: % of 8 GPUs", colour="muted")
     efficiencies = _efficiencies(_throughputs(LANGUAGE_MODEL))
     down = Scale(0, 100, 316, 76)
