@@ -83,7 +83,7 @@ data: $(VENV)/ready
 bench: $(VENV)/ready
 	@$(RUN) tools/bench/bench.py $(ARGS)
 
-# What the lessons are made of: diffs and tables that the READMEs quote, the pictures, the notebook's outputs.
+# What the lessons are made of: diffs and tables that the READMEs quote, the pictures.
 lessons: $(VENV)/ready-test
 	@$(RUN) tools/lessons.py
 

@@ -7,7 +7,6 @@ script, stays in the repository.
 """
 
 import importlib.metadata
-import json
 import os
 import posixpath
 import re
@@ -44,7 +43,6 @@ CONTENTS = {
         "Contributing": ["CONTRIBUTING", "*"],
     },
     "01_singlegpu/README": {"": ["FAST", "*", "exercises/README"]},
-    "02_multigpu_dp/README": {"": ["The notebook <multi_gpu>", "*"]},
     "03_multigpu_ddp/README": {
         "": ["LAUNCHING", "HANGS", "SCALING", "*", "beyond/README", "exercises/README"]
     },
@@ -91,8 +89,8 @@ def _git(*arguments: str) -> str:
 
 
 def _pages() -> list[str]:
-    """All Markdown of the repository and the notebook, without the tables that programs have written."""
-    files = _git("ls-files", "-co", "--exclude-standard", "*.md", "*.ipynb").splitlines()
+    """All Markdown of the repository, without the tables that programs have written."""
+    files = _git("ls-files", "-co", "--exclude-standard", "*.md").splitlines()
     return [name for name in files if not name.startswith("results/sample/") or name.endswith("/README.md")]
 
 
@@ -130,7 +128,7 @@ published_at = os.environ.get("PAGES_ADDRESS", "").rstrip("/")
 html_baseurl = f"{published_at}/" if published_at else ""
 root_doc = "README"
 include_patterns = _pages()
-source_suffix = {".md": "markdown", ".ipynb": "markdown"}
+source_suffix = {".md": "markdown"}
 extensions = ["myst_parser", "sphinx_copybutton"]
 myst_heading_anchors = 6
 # Signs as they are typed, as on GitHub.
@@ -150,9 +148,7 @@ copybutton_selector = "div.highlight-bash pre, div.highlight-sh pre, div.highlig
 
 
 def _read(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Make Markdown of a notebook, and end a page with the list of those below it, for the sidebar."""
-    if app.env.doc2path(docname).suffix == ".ipynb":
-        source[0] = "\n\n".join(_cells(json.loads(source[0])))
+    """End a page with the list of those below it, for the sidebar."""
     if docname == "INSTRUCTORS":
         source[0] = source[0].replace("`site/slides.html`", f'<a href="{slides.PAGE}.html">the slides</a>')
     # MyST joins the lines of a picture's description without a space.
@@ -168,19 +164,6 @@ def _expanded(app: Sphinx, below: str, entry: str) -> list[str]:
         return [entry]
     matching = patfilter(app.env.found_docs, _docname(below, entry))
     return [f"/{page}" for page in sorted({*matching} - NAMED - {below, app.config.root_doc})]
-
-
-def _cells(notebook: dict) -> list[str]:
-    blocks = []
-    for cell in notebook["cells"]:
-        text = "".join(cell["source"])
-        blocks.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-        for output in cell.get("outputs", []):
-            if output["output_type"] == "stream":
-                blocks.append(f"```text\n{''.join(output['text'])}\n```")
-            else:
-                blocks.append(f"![output](data:image/png;base64,{output['data']['image/png'].strip()})")
-    return blocks
 
 
 def _follow_links(app: Sphinx, page: nodes.document) -> None:

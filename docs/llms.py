@@ -33,9 +33,7 @@ def write(app: Sphinx, contents: dict[str, list[str]]) -> None:
         lines += [_line(app, page) for top in pages for page in _with_those_below(app, top)]
     (Path(app.outdir) / PAGE).write_text("\n".join(lines) + "\n", encoding="utf-8")
     for page in app.env.found_docs:
-        source = Path(app.env.doc2path(page))
-        if source.suffix == ".md":
-            shutil.copy(source, Path(app.outdir) / f"{page}.md")
+        shutil.copy(app.env.doc2path(page), Path(app.outdir) / f"{page}.md")
 
 
 def _with_those_below(app: Sphinx, page: str) -> Iterator[str]:
@@ -45,10 +43,8 @@ def _with_those_below(app: Sphinx, page: str) -> Iterator[str]:
 
 
 def _line(app: Sphinx, page: str) -> str:
-    has_markdown = app.env.doc2path(page).suffix == ".md"
-    address = f"{page}.md" if has_markdown else app.builder.get_target_uri(page)
     title = app.env.titles[page].astext()
-    return f"- [{title}]({app.config.html_baseurl}{address}): {_first_sentence(app, page)}"
+    return f"- [{title}]({app.config.html_baseurl}{page}.md): {_first_sentence(app, page)}"
 
 
 def _first_sentence(app: Sphinx, page: str) -> str:

@@ -9,18 +9,12 @@ has printed `output FILE.txt`, the `exercises` of the page's folder, those of th
 lists them (`learn`), or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of what it has
 written, by its function `table` or, with `TOOL.FUNCTION`, by another. Paths are relative to the README. Run
 this file (`make lessons`) to bring all up to date, and the pictures that tools/pictures draws.
-
-So is the notebook of stage 02: it is run, and what every run without a GPU shows alike is kept. A cell with
-the tag `fresh` measures. Its outputs are the reader's own, and none are committed.
 """
 
 import ast
-import base64
 import csv
 import difflib
 import importlib
-import io
-import os
 import re
 import shlex
 import subprocess
@@ -28,12 +22,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-import nbformat
 import pandas as pd
 import pictures
-from nbclient import NotebookClient
-from nbformat import NotebookNode
-from PIL import Image
 
 from manygpus.monitor import wording
 from manygpus.monitor.verdict import judge
@@ -60,8 +50,6 @@ FROM_THE_TOP = tuple(
         "practice_cluster/README",
     )
 )
-NOTEBOOK = REPOSITORY / "02_multigpu_dp" / "multi_gpu.ipynb"
-METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 QUOTE = re.compile(r"(<!-- quote: (.*?) -->\n).*?(<!-- end quote -->)", re.DOTALL)
 
 
@@ -245,40 +233,7 @@ def _bench(folder: Path, tool: str, *names: str) -> str:
     return make(*(folder / name for name in names))
 
 
-def executed(notebook: NotebookNode) -> NotebookNode:
-    """Run all cells, in order, in the notebook's folder."""
-    folder = {"metadata": {"path": NOTEBOOK.parent}}
-    options = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
-    return NotebookClient(notebook, kernel_name="python3", resources=folder, **options).execute()
-
-
-def is_fresh(cell: NotebookNode) -> bool:
-    return "fresh" in cell.metadata.get("tags", [])
-
-
-def cleaned(notebook: NotebookNode) -> NotebookNode:
-    """Without what differs from run to run, and between machines."""
-    notebook.metadata = NotebookNode(METADATA)
-    for cell in notebook.cells:
-        cell.metadata = NotebookNode({"tags": ["fresh"]} if is_fresh(cell) else {})
-        if cell.cell_type == "code" and is_fresh(cell):
-            cell.outputs = []
-        for output in cell.get("outputs", []):
-            if "image/png" in output.get("data", {}):
-                output.data["image/png"] = _without_text(output.data["image/png"])
-    return notebook
-
-
-def _without_text(png: str) -> str:
-    """The same picture, without the version of what has drawn it."""
-    file = io.BytesIO()
-    Image.open(io.BytesIO(base64.b64decode(png))).save(file, "png")
-    return base64.b64encode(file.getvalue()).decode()
-
-
 if __name__ == "__main__":
     for path in files("*.md"):
         path.write_text(up_to_date(path))
     pictures.write()
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    nbformat.write(cleaned(executed(nbformat.read(NOTEBOOK, as_version=4))), NOTEBOOK)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 # Tables that programs have written are no pages.
 PAGES = [
     page
-    for page in (path.relative_to(REPOSITORY) for path in lessons.files("*.md", "*.ipynb"))
+    for page in (path.relative_to(REPOSITORY) for path in lessons.files("*.md"))
     if "sample" not in page.parts or page.name == "README.md"
 ]
 ADDRESS = "https://github.com/somebody/course"
@@ -118,25 +118,21 @@ def test_programs_have_a_list_of_all_pages_with_their_markdown(checkout: Path) -
         address.removeprefix(PUBLISHED)
         for address in re.findall(r"^- \[.+\]\((.+?)\): .+", listed, re.MULTILINE)
     }
-    pages = {str(page if page.suffix == ".md" else page.with_suffix(".html")) for page in PAGES}
-    assert addresses == pages - {"README.md"}
+    assert addresses == {str(page) for page in PAGES} - {"README.md"}
     for name in addresses:
         assert (checkout / "site" / name).is_file()
 
 
 def test_what_github_shows_the_site_shows(checkout: Path) -> None:
-    """Folded text, pictures with a description, the outputs of the notebook, and no Markdown left over."""
+    """Folded text, pictures with a description, and no Markdown left over."""
     for page in PAGES:
         shown = (checkout / "site" / page).with_suffix(".html").read_text()
-        if page.suffix == ".md":
-            text = (REPOSITORY / page).read_text()
-            assert shown.count("<details>") == text.count("<details>"), page
-            # A comment, for MyST.
-            assert not re.search(r"^ *%", text, re.MULTILINE), page
+        text = (REPOSITORY / page).read_text()
+        assert shown.count("<details>") == text.count("<details>"), page
+        # A comment, for MyST.
+        assert not re.search(r"^ *%", text, re.MULTILINE), page
         words = re.sub(r"<(pre|code|script|style)\b.*?</\1>|<!--.*?-->", "", shown, flags=re.DOTALL)
         assert not re.search(r"\]\(|\*\*|```|quote: |\|---", words), page
-    notebook = Page(checkout / "site" / "02_multigpu_dp" / "multi_gpu.html")
-    assert notebook.images[0]["src"].startswith("data:image/png")
 
 
 def test_a_slide_for_each_question_to_ask(checkout: Path) -> None:
