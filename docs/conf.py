@@ -37,10 +37,12 @@ CONTENTS = {
             "CHEATSHEET",
             "GLOSSARY",
             "03_multigpu_ddp/DOS_AND_DONTS",
-            "manygpus/README",
             "ALTERNATIVES",
+            "SUPPORT",
+            "SECURITY",
+            "CHANGELOG",
         ],
-        "Contributing": ["CONTRIBUTING", "*"],
+        "For developers": ["CONTRIBUTING", "*"],
     },
     "01_singlegpu/README": {"": ["FAST", "*", "exercises/README"]},
     "03_multigpu_ddp/README": {
@@ -65,9 +67,9 @@ CONTENTS = {
             "*/README",
         ]
     },
-    "results/README": {"": ["METHODS", "*", "sample/README", "../tools/bench/README"]},
     "results/sample/README": {"": ["h100/README", "h100/one_gpu/README", "*/README"]},
-    "CONTRIBUTING": {"": ["tests/README"]},
+    "CONTRIBUTING": {"": ["docs/dev/README"]},
+    "docs/dev/README": {"": ["PACKAGE", "TESTS", "PROMISES", "*", "../../results/sample/README"]},
 }
 
 

@@ -101,7 +101,7 @@ NO_CLUSTER = "no practice cluster: "  # and why
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort each test into a tier (tests/README.md). Jobs come first, as they mostly wait."""
+    """Sort each test into a tier (docs/dev/TESTS.md). Jobs come first, as they mostly wait."""
     for item in items:
         if _uses_cluster(item):
             item.add_marker("cluster")

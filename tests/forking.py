@@ -1,6 +1,6 @@
 """Programs that need PyTorch, each in a process of its own, with PyTorch imported once for all of them.
 
-The process that has imported it is fork_server.py. tests/README.md says why.
+The process that has imported it is fork_server.py. docs/dev/TESTS.md says why.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     python tools/release.py v0.1.0
 
-`.github/workflows/release.yml` runs it for each tag `v...`, without packages. CONTRIBUTING.md says how a
+`.github/workflows/release.yml` runs it for each tag `v...`, without packages. docs/dev/README.md says how a
 version is made.
 """
 

@@ -261,7 +261,8 @@ def test_the_table_of_steps_compares_rows_of_one_session() -> None:
 
 
 def test_the_files_to_open_for_a_change_are_there() -> None:
-    table = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("## To change X")[2].partition("\n## ")[0]
+    page = (REPOSITORY / "docs" / "dev" / "README.md").read_text()
+    table = page.partition("## To change X")[2].partition("\n## ")[0]
     named = re.findall(r"`([\w.-]+/[\w./-]+\.\w+)`", table)
     assert len(named) >= 20
     assert not [name for name in named if not (REPOSITORY / name).exists()]

@@ -263,7 +263,7 @@ def test_a_fixed_batch_per_gpu_is_compared_with_one_gpu_that_has_it(monkeypatch:
 
 @pytest.mark.full
 def test_what_others_published_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in results/METHODS.md: the interval holds 85 % of what is left out of 19 series."""
+    """As in docs/dev/METHODS.md: the interval holds 85 % of what is left out of 19 series."""
     monkeypatch.syspath_prepend(REPOSITORY / "tools" / "bench")
     published = importlib.import_module("published")
     table = published.predictions()

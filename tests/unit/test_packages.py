@@ -1,4 +1,4 @@
-"""The subpackages of the package, and what they may import (manygpus/README.md)."""
+"""The subpackages of the package, and what they may import (docs/dev/PACKAGE.md)."""
 
 import ast
 import sys

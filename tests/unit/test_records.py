@@ -241,8 +241,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_csv_of_many_runs_is_read_as_their_folder(folder: Path, tmp_path: Path) -> None:
-    """As CONTRIBUTING makes one of the runs behind a table; the ranks stay where they are."""
-    (command,) = re.findall(r"`(awk .*?)`", (REPOSITORY / "CONTRIBUTING.md").read_text())
+    """As docs/dev/README.md makes one of the runs behind a table; the ranks stay where they are."""
+    (command,) = re.findall(r"`(awk .*?)`", (REPOSITORY / "docs/dev/README.md").read_text())
     command = command.replace("results/runs", str(folder)).replace("> runs.csv", f"> {tmp_path}/many.csv")
     succeeded(ran("bash", "-c", command))
     single, _ = comparison.load([folder])

@@ -22,7 +22,7 @@ def ring(n: int, batch: int) -> float:
 
 
 def test_the_intervals_hold_what_they_say_and_the_choice_is_good() -> None:
-    """As in results/METHODS.md, of fewer laws; the same seed draws the same ones."""
+    """As in docs/dev/METHODS.md, of fewer laws; the same seed draws the same ones."""
     held, choices = PREDICTIONS["of_laws"](100, seed=1)
     held = held[held.law == "all"].set_index("where").held
     assert 0.85 <= held["inside the range"] <= 0.95

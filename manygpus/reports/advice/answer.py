@@ -274,7 +274,7 @@ class AnswerText:
         else:
             tested = f"On runs left out of its fit, it is off by {100 * model.error:.1f} % (root mean square)"
         sentences = [
-            f"What was not measured is predicted by a model, which results/METHODS.md explains. {tested}.",
+            f"What was not measured is predicted by a model, which docs/dev/METHODS.md explains. {tested}.",
             "An interval should contain the true value in 9 of 10 cases, but only on this machine as it was "
             "during the runs. It does not cover a different network, busy neighbours, or a different version "
             "of the program.",
