@@ -96,6 +96,8 @@ def copy_project(folder: Path) -> None:
             *produced.get(name, ()),
         )
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns(*left_out))
+    for page in REPOSITORY.glob("*.md"):
+        shutil.copy(page, folder)
     (folder / "data").symlink_to(REPOSITORY / "data")
 
 

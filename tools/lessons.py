@@ -6,15 +6,17 @@ FILE "FIRST" "LAST"` (of a .py or .sh: from the line that contains FIRST to the 
 of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV
 `medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, what a program
 has printed `output FILE.txt`, the `exercises` of the page's folder, those of the core path as `make learn`
-lists them (`learn`), or `bench TOOL FILE.csv ...`, the table that a tool in tools/bench makes of what it has
-written, by its function `table` or, with `TOOL.FUNCTION`, by another. Paths are relative to the README. Run
-this file (`make lessons`) to bring all up to date, and the pictures that tools/pictures draws.
+lists them (`learn`), the core `path PAGE` through a page, the `timetable` of a course, or `bench TOOL
+FILE.csv ...`, the table that a tool in tools/bench makes of what it has written, by its function `table` or,
+with `TOOL.FUNCTION`, by another. Paths are relative to the README. Run this file (`make lessons`) to bring
+all up to date, and the pictures that tools/pictures draws.
 """
 
 import ast
 import csv
 import difflib
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -28,7 +30,7 @@ import pictures
 from manygpus.monitor import wording
 from manygpus.monitor.verdict import judge
 from manygpus.reports import comparison, comparison_report
-from manygpus.workshop.exercises import Workbook
+from manygpus.workshop.exercises import Course, Exercise, Workbook
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BENCH = REPOSITORY / "tools" / "bench"
@@ -50,6 +52,8 @@ FROM_THE_TOP = tuple(
         "practice_cluster/README",
     )
 )
+# After these exercises a course has a break: minutes, and what.
+BREAKS = {"waiting_loader": [(10, "break")], "repair": [(30, "lunch")], "time_limit": [(10, "break")]}
 QUOTE = re.compile(r"(<!-- quote: (.*?) -->\n).*?(<!-- end quote -->)", re.DOTALL)
 
 
@@ -93,6 +97,8 @@ def up_to_date(readme: Path) -> str:
             "output": _output,
             "exercises": _exercises,
             "learn": _learn,
+            "path": _path,
+            "timetable": _timetable,
             "bench": _bench,
         }
         text = kinds[kind](readme.parent, *words)
@@ -207,12 +213,13 @@ def _output(folder: Path, name: str) -> str:
 
 
 def _exercises(folder: Path) -> str:
-    """List the exercises of a stage: the core ones by their step on the core path, then the extra ones."""
+    """List the exercises of a stage: the core ones, then the extra ones."""
     lists = {"core": [], "extra": []}
     for exercise in Workbook(folder).exercises:
-        mark = f"{exercise.step}." if exercise.kind == "core" else "-"
         link = f"[{exercise.name}]({exercise.folder.name})"
-        lists[exercise.kind].append(f"{mark} {link}, {exercise.minutes} minutes: {exercise.title}")
+        lists[exercise.kind].append(
+            f"{exercise.number}. {link}, {exercise.minutes} minutes: {exercise.title}"
+        )
     parts = [f"**{kind.capitalize()}**\n\n" + "\n".join(lines) for kind, lines in lists.items() if lines]
     return "\n\n".join(parts)
 
@@ -223,6 +230,38 @@ def _learn(folder: Path) -> str:
     printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     listed = re.search(r"^The core path.*?(?=\n\n)", printed, re.DOTALL | re.MULTILINE)[0]
     return f"```\n{listed.replace('[x]', '[ ]')}\n```"
+
+
+def _path(folder: Path, name: str) -> str:
+    """List what the core path reads of a page, and the exercise that comes after it."""
+    rows = ["| read | then do |", "| --- | --- |"]
+    for exercise in Course(REPOSITORY).core:
+        titles = [f"[{it.title}](#{it.anchor})" for it in exercise.sections if it.page == folder / name]
+        if titles:
+            rows.append(f"| {', '.join(titles)} | {_numbered(exercise, folder)} |")
+    return "\n".join(rows)
+
+
+def _timetable(folder: Path) -> str:
+    """Lay out a day: to read and to do each exercise of the core path, with breaks."""
+    course = Course(REPOSITORY)
+    planned = [(15, "log in, and `python -m manygpus.workshop.learn`")]
+    for exercise in course.core:
+        links = [f"[{it.title}]({os.path.relpath(it.page, folder)}#{it.anchor})" for it in exercise.sections]
+        planned.append((exercise.minutes_to_read, f"read {', '.join(links)}"))
+        planned.append((exercise.minutes, f"exercise {_numbered(exercise, folder)}"))
+        planned += BREAKS.get(exercise.name, [])
+    planned.append((5, f"each says one of the {len(course.core)} sentences aloud"))
+    rows = ["| from | minutes | what |", "| --- | --- | --- |"]
+    begin = 0
+    for minutes, activity in planned:
+        rows.append(f"| {begin // 60}:{begin % 60:02} | {minutes} | {activity} |")
+        begin += minutes
+    return "\n".join([*rows, f"| {begin // 60}:{begin % 60:02} | | the end |"])
+
+
+def _numbered(exercise: Exercise, folder: Path) -> str:
+    return f"[{exercise.number} {exercise.name}]({os.path.relpath(exercise.folder, folder)})"
 
 
 def _bench(folder: Path, tool: str, *names: str) -> str:

@@ -1,8 +1,10 @@
 """The exercises of a stage: progress and the next one, checks, hints, a fresh start, the solution.
 
-Every exercise is a folder next to its stage's check.py, such as `02_clock`, and is called `clock`:
+Every exercise is a folder next to its stage's check.py, such as `01_clock`, and is called `clock`. Its number
+is that of no other exercise of any stage; those of the core path come first, in its order:
 
     README.md   `# Title`, then `**Core, 1 of 10.** 10 minutes. What you learn.` (or `**Extra.** 10 ...`),
+                for a core exercise a paragraph `**Read first:**` with a link to each section that it needs,
                 then the question and the commands
     check.py    `check(workspace)` returns what the exercise shows, or raises `Wrong`
     starter/    the files to work on, if any; the first command copies them to mine/, which git ignores
@@ -23,6 +25,7 @@ import ast
 import difflib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -42,14 +45,15 @@ from manygpus.errors import UserError, print_line
 from manygpus.files import explained, replacing
 from manygpus.process import end_with
 from manygpus.record import records
+from manygpus.workshop.sections import WORDS_PER_MINUTE, Section
 from manygpus.workshop.work import ANSWERS, OPEN, Workspace, Wrong, explain
 
 PROGRESS = "progress.json"
 HEADER = re.compile(
-    r"^# (?P<title>.+)\n\n\*\*(?:Core, (?P<step>\d+) of \d+|Extra)\.\*\* (?P<minutes>\d+) minutes\. ",
-    re.MULTILINE,
+    r"^# (?P<title>.+)\n\n\*\*(?P<kind>Core|Extra)\b.*?\.\*\* (?P<minutes>\d+) minutes\. ", re.MULTILINE
 )
-EXTRA = 99  # its step on the core path: after all others
+READ_FIRST = re.compile(r"^\*\*Read first:\*\* (.+?)\n\n", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[([^]]+)\]\(([^)#]+)#([^)]+)\)")
 CHECK_SECONDS = 120  # for a check, on an otherwise idle machine
 TOO_LONG = (
     f"The check takes longer than {CHECK_SECONDS} seconds (more if the machine is busy). Does a loop in your "
@@ -63,15 +67,26 @@ class Exercise:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.name = folder.name.partition("_")[2]
+        number, _, self.name = folder.name.partition("_")
+        self.number = int(number)
         self.stage = folder.parents[1]
         self.readme = folder / "README.md"
         self.workspace = Workspace(folder / "mine")
-        header = HEADER.search(self.readme.read_text())
+        text = self.readme.read_text()
+        header = HEADER.search(text)
         self.title = header["title"]
         self.minutes = int(header["minutes"])
-        self.step = int(header["step"] or EXTRA)
-        self.kind = "core" if header["step"] else "extra"
+        self.kind = header["kind"].lower()
+        read_first = READ_FIRST.search(text)
+        self.sections = [
+            Section(Path(os.path.normpath(folder / page)), anchor, " ".join(title.split()))
+            for title, page, anchor in (LINK.findall(read_first[1]) if read_first else [])
+        ]
+
+    @cached_property
+    def minutes_to_read(self) -> int:
+        """Return how long it takes to read the sections that the exercise needs."""
+        return math.ceil(sum(len(section.text.split()) for section in self.sections) / WORDS_PER_MINUTE)
 
     @cached_property
     def hints(self) -> list[str]:
@@ -208,9 +223,14 @@ class Workbook:
 
     def find(self, name: str) -> Exercise:
         """Return the exercise with this name, number or folder."""
-        for number, exercise in enumerate(self.exercises, start=1):
-            if Path(name).name in (exercise.name, str(number), exercise.folder.name):
+        for exercise in self.exercises:
+            if _is_called(exercise, name):
                 return exercise
+        for exercise in Course(self.folder.parents[1]).exercises:
+            if _is_called(exercise, name):
+                raise UserError(
+                    f"exercise {exercise.name} is in another folder: cd {relative(exercise.stage)} first."
+                )
         names = ", ".join(exercise.name for exercise in self.exercises)
         raise UserError(f"there is no exercise {name!r} here: the exercises are {names}.")
 
@@ -223,48 +243,67 @@ class Workbook:
         """Return the exercises that are not done."""
         return [exercise for exercise in self.exercises if exercise.name not in self.done]
 
-    def listed(self) -> str:
-        """List the exercises, with a cross where one is done."""
-        width = max(len(exercise.name) for exercise in self.exercises)
-        return "\n".join(
-            f"[{' ' if exercise in self.open else 'x'}] {number:2}  {exercise.name:{width}}"
-            f"  {exercise.minutes:3} min  {exercise.kind:5}  {exercise.title}"
-            for number, exercise in enumerate(self.exercises, start=1)
-        )
+
+def _is_called(exercise: Exercise, name: str) -> bool:
+    return Path(name).name in (exercise.name, str(exercise.number), exercise.folder.name)
 
 
-class CorePath:
-    """The core exercises of all stages, in order, and which are done."""
+class Course:
+    """The exercises of all stages, by number: first those of the core path, in its order."""
 
     def __init__(self, repository: Path) -> None:
-        # A stage without exercises also has a lesson.
-        self.stages = [page.parent for page in sorted(repository.glob("0*/README.md"))]
-        self.workbooks = [Workbook(stage / "exercises") for stage in self.stages]
-        every = [exercise for workbook in self.workbooks for exercise in workbook.exercises]
-        self.exercises = sorted(
-            (exercise for exercise in every if exercise.kind == "core"), key=lambda exercise: exercise.step
+        workbooks = [Workbook(path.parent) for path in sorted(repository.glob("0*/exercises/check.py"))]
+        every = [exercise for workbook in workbooks for exercise in workbook.exercises]
+        self.repository = repository
+        self.exercises = sorted(every, key=lambda exercise: exercise.number)
+        self.core = [exercise for exercise in self.exercises if exercise.kind == "core"]
+        self._open = {exercise.folder for workbook in workbooks for exercise in workbook.open}
+
+    def listed(self, exercises: list[Exercise]) -> str:
+        """List the exercises, with a cross where one is done."""
+        width = max(len(exercise.name) for exercise in exercises)
+        return "\n".join(
+            f"[{' ' if exercise.folder in self._open else 'x'}] {exercise.number:2}  {exercise.name:{width}}"
+            f"  {exercise.minutes:3} min  {exercise.kind:5}  {exercise.title}"
+            for exercise in exercises
         )
-        self.extras = len(every) - len(self.exercises)
-        still_open = [exercise for workbook in self.workbooks for exercise in workbook.open]
-        self.open = [exercise for exercise in self.exercises if exercise in still_open]
 
-    def bar(self) -> str:
-        """Return the progress in a line."""
-        count = len(self.exercises)
-        done = count - len(self.open)
-        return f"Core path: [{'#' * done}{'.' * (count - done)}] {done} of {count} exercises done."
+    @property
+    def minutes(self) -> int:
+        """Return how long the core path takes: to read the sections, and to do the exercises."""
+        return sum(exercise.minutes + exercise.minutes_to_read for exercise in self.core)
 
-    def next_step(self, stage: Path) -> str:
-        """Return a sentence with the next exercise, for somebody in this stage."""
-        if not self.open:
-            page = relative(stage.parent / "YOUR_TRAINING.md")
-            return f"The core path is done. Next: a training of your own, {page}, or an extra exercise."
-        following = self.open[0]
-        to_read = f"{following.name}, {following.minutes} minutes: read {relative(following.readme)}"
-        lessons = self.stages[self.stages.index(stage) + 1 :]
-        if following.stage in lessons:
-            return f"Next: the lesson {relative(lessons[0] / 'README.md')}. Then {to_read}"
-        return f"Next: {to_read}"
+    @property
+    def following(self) -> Exercise | None:
+        """Return the next core exercise, None if all are done.
+
+        Whoever has left one out is not sent back to it before the end.
+        """
+        still_open = [exercise for exercise in self.core if exercise.folder in self._open]
+        furthest = max((e.number for e in self.core if e not in still_open), default=0)
+        ahead = [exercise for exercise in still_open if exercise.number > furthest]
+        return next(iter(ahead or still_open), None)
+
+    def progress(self) -> str:
+        """Return how much of the core path is done, what comes next, and what to read for it."""
+        following = self.following
+        done = sum(exercise.folder not in self._open for exercise in self.core)
+        bar = f"[{'#' * done}{'.' * (len(self.core) - done)}] {done} of {len(self.core)} exercises done."
+        if following is None:
+            page = relative(self.repository / "YOUR_TRAINING.md")
+            return (
+                f"Core path: {bar}\nThe core path is done. Next: a training of your own, {page}, or an extra "
+                "exercise."
+            )
+        return "\n".join(
+            [
+                f"Core path: {bar}",
+                f"Next: {following.number} {following.name}, {following.minutes} minutes. "
+                f"Read first, {following.minutes_to_read} minutes:",
+                *(f"  {relative(section.page)}: {section.title}" for section in following.sections),
+                f"Then do what {relative(following.readme)} says.",
+            ]
+        )
 
 
 def main(folder: Path, description: str) -> int:
@@ -286,14 +325,10 @@ def main(folder: Path, description: str) -> int:
         exercise.begin()
     if args.command:
         return args.act(workbook, workbook.find(args.name))
-    print_line(f"{workbook.listed()}\n\n{_progress(workbook)}")
+    course = Course(folder.parents[1])
+    listed = [exercise for exercise in course.exercises if exercise.stage == folder.parent]
+    print_line(f"{course.listed(listed)}\n\n{course.progress()}")
     return 0
-
-
-def _progress(workbook: Workbook) -> str:
-    stage = workbook.folder.parent
-    path = CorePath(stage.parent)
-    return f"{path.bar()}\n{path.next_step(stage)}"
 
 
 def _check(workbook: Workbook, exercise: Exercise) -> int:
@@ -310,7 +345,7 @@ def _check(workbook: Workbook, exercise: Exercise) -> int:
         workbook.done.append(exercise.name)
     print_line(f"{exercise.name}: done.\n{wrapped(conclusion)}\n")
     workbook.save()
-    print_line(_progress(workbook))
+    print_line(Course(workbook.folder.parents[1]).progress())
     return 0
 
 

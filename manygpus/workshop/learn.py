@@ -12,7 +12,7 @@ from manygpus.data import staging
 from manygpus.devices import build, device_name, usable_gpus
 from manygpus.errors import REPOSITORY, UserError, entrypoint, print_line
 from manygpus.jobs import site, slurm
-from manygpus.workshop.exercises import CorePath, relative
+from manygpus.workshop.exercises import Course, relative
 
 
 @entrypoint
@@ -39,26 +39,21 @@ def main() -> None:
     else:
         print_line("Slurm   found: submit.py submits jobs")
 
-    path = CorePath(REPOSITORY)
-    name_width = max(len(exercise.name) for exercise in path.exercises)
-    print_line(f"\nThe core path, {len(path.exercises)} exercises ({path.extras} more are extra):")
-    for exercise in path.exercises:
-        print_line(
-            f"[{' ' if exercise in path.open else 'x'}] {exercise.step:2}  {exercise.stage.name:16}  "
-            f"{exercise.name:{name_width}}  {exercise.minutes:3} min  {exercise.title}"
-        )
-    print_line(f"\n{path.bar()}")
-    if not path.open:
-        print_line(path.next_step(path.stages[0]))
+    course = Course(REPOSITORY)
+    extras = len(course.exercises) - len(course.core)
+    hours, minutes = divmod(course.minutes, 60)
+    print_line(
+        f"\nThe core path: {len(course.core)} exercises with their reading, {hours} h {minutes:02} min. "
+        f"{extras} more are extra.\n{course.listed(course.core)}\n\n{course.progress()}"
+    )
+    if course.following is None:
         return
-    following = path.open[0]
-    stage = following.stage
-    print_line(f"Next: {following.name}. Its lesson is {relative(stage / 'README.md')}. Type these commands:")
     activate = REPOSITORY / ".venv" / "bin" / "activate"
     # A class may share another environment.
     if activate.exists():
         commands.append(f"source {relative(activate)}")
-    commands += [f"cd {relative(stage)}", "python exercises/check.py"]
+    commands += [f"cd {relative(course.following.stage)}", "python exercises/check.py"]
+    print_line("To begin, type these commands:")
     for command in commands:
         print_line(f"  {command}")
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,14 @@ from conftest import ENVIRONMENT, REPOSITORY, ran, succeeded
 from forking import Forking
 
 from manygpus.workshop import exercises
-from manygpus.workshop.exercises import Exercise, relative
+from manygpus.workshop.exercises import Course, Exercise, relative
+from manygpus.workshop.sections import anchor_of
 from manygpus.workshop.work import Workspace, Wrong
 
 pytestmark = pytest.mark.usefixtures("mnist_dir")
 
 FOLDERS = sorted(path.parent for path in REPOSITORY.glob("0*/exercises/*/check.py"))
+STAGE_FOLDERS = sorted({folder.parents[1].name for folder in FOLDERS})
 CHECKS = {folder: runpy.run_path(str(folder / "check.py")) for folder in FOLDERS}
 
 
@@ -89,7 +90,7 @@ def test_the_solution_passes(folder: Path, learner: Callable[[Path], Learner]) -
     mine.solve()
     code, said = mine.check()
     assert (code, said.split(". ")[0]) == (0, f"{mine.name}: done"), said
-    assert mine.do().stdout.splitlines()[0].startswith("[x]  1 ")
+    assert mine.do().stdout.splitlines()[0].startswith(f"[x] {Exercise(folder).number:2}  {mine.name} ")
 
 
 # Checks one wrong answer after the other, each in a copy of the solution, and prints what it is told.
@@ -136,7 +137,7 @@ def test_typical_wrong_answers_get_their_hints(folder: Path, learner: Callable[[
 
 @pytest.mark.full
 def test_convert_accepts_batchnorm_over_all_ranks(learner: Callable[[Path], Learner]) -> None:
-    mine = learner(REPOSITORY / "03_multigpu_ddp" / "exercises" / "03_convert")
+    mine = learner(REPOSITORY / "03_multigpu_ddp" / "exercises" / "06_convert")
     mine.solve()
     script = mine.mine / "train.py"
     wrapped = "    ddp = DistributedDataParallel(model)\n"
@@ -158,23 +159,44 @@ def test_an_exercise_has_all_its_parts(folder: Path) -> None:
     assert {*exercise.solution} <= shipped | {"answers.txt"}
 
 
-def test_the_core_path_is_that_of_the_timetable() -> None:
-    """In their order, with the minutes that their pages say; the rows follow one another."""
-    core = {exercise.step: exercise for exercise in map(Exercise, FOLDERS) if exercise.kind == "core"}
-    text = (REPOSITORY / "INSTRUCTORS.md").read_text().partition("## The core path\n")[2]
-    table = text.partition("\n## ")[0]
-    rows = re.findall(r"^\| (\d):(\d\d) \| (\d+) \| (.*) \|$", table, re.MULTILINE)
-    planned = [
-        (name, int(minutes))
-        for *_, minutes, activity in rows
-        for name in re.findall(r"exercise `(\w+)`", activity)
-    ]
-    assert planned == [(core[step].name, core[step].minutes) for step in range(1, len(core) + 1)]
-    ends = list(accumulate(int(minutes) for _, _, minutes, _ in rows))
-    assert [60 * int(hour) + int(minute) for hour, minute, *_ in rows] == [0, *ends[:-1]]
+def test_an_exercise_has_one_number_everywhere() -> None:
+    """Its folder, its page and its place: those of the core path first, and none twice."""
+    course = Course(REPOSITORY)
+    assert [exercise.number for exercise in course.exercises] == list(range(1, len(FOLDERS) + 1))
+    assert course.exercises[: len(course.core)] == course.core
+    for exercise in course.core:
+        said = f"**Core, {exercise.number} of {len(course.core)}.** "
+        assert f"\n{said}" in exercise.readme.read_text(), exercise.name
 
 
-CLOCK = REPOSITORY / "01_singlegpu" / "exercises" / "02_clock"
+def test_the_core_path_reads_the_sections_that_its_exercises_need() -> None:
+    """Each is there; a page that says what to read of it names the same, and lesson 01 begins with them."""
+    needed: dict[Path, list[str]] = {}
+    for exercise in Course(REPOSITORY).core:
+        assert exercise.minutes_to_read > 0, exercise.name
+        for section in exercise.sections:
+            needed.setdefault(section.page, []).append(section.anchor)
+    said = {}
+    for page in REPOSITORY.glob("0*/README.md"):
+        (paragraph,) = re.findall(
+            r"\[core path\]\(\S+\)(?:\*\*)?, read(.*?)(?:\n- |\n\*\*On)", page.read_text(), re.DOTALL
+        )
+        said[page] = list(dict.fromkeys(re.findall(r"\]\(#(\S+)\)", paragraph)))
+    for page, anchors in said.items():
+        assert sorted(anchors) == sorted(needed[page]), page
+    first = REPOSITORY / "01_singlegpu" / "README.md"
+    headings = [anchor_of(title) for title in re.findall(r"^## (.+)$", first.read_text(), re.MULTILINE)]
+    assert headings[: len(needed[first])] == needed[first]
+    assert said[first][0] == needed[first][-1]  # read to the end of that one
+
+
+def test_the_time_of_the_core_path_is_the_same_everywhere() -> None:
+    hours = f"{round(Course(REPOSITORY).minutes / 30) / 2:g} hours"
+    assert f"exercises take about {hours}" in (REPOSITORY / "README.md").read_text(), hours
+    assert f"alone needs about {hours}" in (REPOSITORY / "INSTRUCTORS.md").read_text(), hours
+
+
+CLOCK = REPOSITORY / "01_singlegpu" / "exercises" / "01_clock"
 
 
 @pytest.fixture
@@ -182,17 +204,50 @@ def clock(learner: Callable[[Path], Learner]) -> Learner:
     return learner(CLOCK)
 
 
-def test_the_list_shows_what_is_done_and_what_is_next(clock: Learner) -> None:
-    listed, _, before, following = clock.do().stdout.splitlines()
+def test_the_list_shows_what_is_done(clock: Learner) -> None:
+    listed, _, before, *_ = clock.do().stdout.splitlines()
     assert listed == "[ ]  1  clock   10 min  core   What does the clock measure?"
-    assert following == f"Next: clock, 10 minutes: read {relative(clock.folder / 'README.md')}"
     clock.solve()
     clock.check()
-    listed, _, after, following = clock.do().stdout.splitlines()
+    listed, _, after, *_ = clock.do().stdout.splitlines()
     assert listed.startswith("[x]  1 ")
     # The exercises of the other stages, which may be done, count as well.
     assert after.count("#") == before.count("#") + 1
-    assert "02_multigpu_dp/README.md. Then " in following
+
+
+@pytest.mark.parametrize(
+    ("done", "following"),
+    [
+        ([], "clock"),
+        (["clock", "jobscript"], "waiting_loader"),
+        (["clock", "convert"], "time_limit"),  # beyond those that were left out
+        (["your_job"], "clock"),  # at the end come those that were left out
+    ],
+)
+def test_nobody_is_sent_back(done: list[str], following: str, tmp_path: Path, forking: Forking) -> None:
+    """The next exercise is named with what to read for it, in whichever stage one asks."""
+    left_out = shutil.ignore_patterns("mine*", "progress.json", "__pycache__")
+    for page in {section.page for exercise in Course(REPOSITORY).core for section in exercise.sections}:
+        copy = tmp_path / page.relative_to(REPOSITORY)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(page, copy)
+    for stage in STAGE_FOLDERS:
+        folder = tmp_path / stage / "exercises"
+        shutil.copytree(REPOSITORY / stage / "exercises", folder, ignore=left_out, dirs_exist_ok=True)
+        (folder / "progress.json").write_text(json.dumps({"done": done, "hints": {}}))
+    needs = next(exercise for exercise in Course(tmp_path).core if exercise.name == following)
+    for stage in STAGE_FOLDERS:
+        printed = forking.run(tmp_path / stage / "exercises" / "check.py", env=ENVIRONMENT).stdout
+        said = printed[printed.index("Next: ") :].splitlines()
+        assert said[0].startswith(f"Next: {needs.number} {following}, {needs.minutes} minutes. "), said
+        assert [line.rpartition(": ")[2] for line in said[1:-1]] == [s.title for s in needs.sections]
+        assert str(relative(needs.readme)) in said[-1]
+
+
+def test_an_exercise_of_another_stage(clock: Learner) -> None:
+    done = clock.do("check", "hang")
+    assert done.returncode == 1
+    assert "exercise hang is in another folder: cd " in done.stderr
 
 
 def test_hints_come_one_by_one_and_the_third_tells_of_the_solution(clock: Learner) -> None:
@@ -338,7 +393,7 @@ def test_a_rank_that_fails_is_told_of(forking: Forking, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
     """As in exercise `hang` and its page, of the starter as it is."""
-    folder = REPOSITORY / "03_multigpu_ddp" / "exercises" / "05_hang"
+    folder = REPOSITORY / "03_multigpu_ddp" / "exercises" / "08_hang"
     script = shutil.copy(folder / "starter" / "train.py", tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", script]
     spy = [Path(sys.executable).parent / "py-spy", "dump", "--locals", "--subprocesses", "--pid"]
@@ -362,7 +417,7 @@ def test_what_py_spy_shows_of_the_ranks_that_hang(tmp_path: Path) -> None:
     assert places == expected, said
 
 
-PROFILE = REPOSITORY / "03_multigpu_ddp" / "exercises" / "15_profile"
+PROFILE = REPOSITORY / "03_multigpu_ddp" / "exercises" / "20_profile"
 
 
 @pytest.mark.parametrize(
@@ -409,8 +464,6 @@ def test_recorded_runs_take_the_place_of_own_ones(learner: Callable[[Path], Lear
 
 # --- the first steps of somebody who has just cloned the project ----------------------------------------
 
-STAGE_FOLDERS = sorted({folder.parents[1].name for folder in FOLDERS})
-
 
 def learn(project: Path, done: dict[str, list[str]]) -> list[str]:
     """What `make learn` prints when these exercises are done."""
@@ -436,9 +489,9 @@ def test_first_steps(tmp_path: Path) -> None:
         folder.name.partition("_")[2] for folder in FOLDERS if "**Core" in (folder / "README.md").read_text()
     }
     assert sum(line.startswith("[ ] ") for line in printed) == len(core)
-    assert printed[-5:] == [
-        f"Core path: [{'.' * len(core)}] 0 of {len(core)} exercises done.",
-        f"Next: jobscript. Its lesson is {first}/README.md. Type these commands:",
+    assert f"Core path: [{'.' * len(core)}] 0 of {len(core)} exercises done." in printed
+    assert printed[-4:] == [
+        "To begin, type these commands:",
         "  source .venv/bin/activate",
         f"  cd {first}",
         "  python exercises/check.py",

@@ -15,7 +15,7 @@ def check(on_cluster: Checkout, folder: Path) -> str:
 
 
 def test_a_job_script_is_done_when_its_job_has_run(on_cluster: Checkout) -> None:
-    folder = on_cluster.folder / "01_singlegpu" / "exercises" / "01_jobscript"
+    folder = on_cluster.folder / "01_singlegpu" / "exercises" / "02_jobscript"
     exercise = Exercise(folder)
     exercise.begin()
     for name, text in exercise.solution.items():
@@ -31,7 +31,7 @@ def test_a_job_script_is_done_when_its_job_has_run(on_cluster: Checkout) -> None
 
 
 def test_a_training_of_ones_own_is_done_when_its_job_has_run(on_cluster: Checkout) -> None:
-    folder = on_cluster.folder / "03_multigpu_ddp" / "exercises" / "07_your_job"
+    folder = on_cluster.folder / "03_multigpu_ddp" / "exercises" / "10_your_job"
     on_cluster.site("SITE_MONITOR=on\n")
     Exercise(folder).begin()
     script = folder / "mine" / "train.py"
