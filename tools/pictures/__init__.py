@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pictures import comparison_figures, plots, recording, schemes
+from pictures import plots, recording, schemes
 from pictures.svg import Picture
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,4 +36,3 @@ def write() -> None:
         path = REPOSITORY / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(str(draw()))
-    comparison_figures.write()
