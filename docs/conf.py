@@ -91,8 +91,12 @@ def _git(*arguments: str) -> str:
 
 
 def _pages() -> list[str]:
-    """All Markdown of the repository, without the tables that programs have written."""
-    files = _git("ls-files", "-co", "--exclude-standard", "*.md").splitlines()
+    """All Markdown of the repository, but for tables that programs have written.
+
+    And but for the page that `manygpus new` copies.
+    """
+    not_the_template = ":!manygpus/template"
+    files = _git("ls-files", "-co", "--exclude-standard", "*.md", not_the_template).splitlines()
     return [name for name in files if not name.startswith("results/sample/") or name.endswith("/README.md")]
 
 

@@ -25,6 +25,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "new": Command("commands.new", "", "make a folder with a training to begin with, and a job script"),
     "init": Command("commands.init", "", "begin a project of your own: write its slurm/site.sh"),
     "submit": Command(
         "commands.submit", "03_multigpu_ddp/submit.py", "submit a training, or a script of your own"

@@ -15,7 +15,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from manygpus.errors import IS_CHECKOUT, REPOSITORY
+from manygpus.errors import IS_CHECKOUT, REPOSITORY, UserError
 
 # From the folder of a project.
 SITE_FILE = Path("slurm", "site.sh")
@@ -38,6 +38,15 @@ def site_file() -> Path:
     if IS_CHECKOUT or of_project.exists() or not of_user.exists():
         return of_project
     return of_user
+
+
+def refuse_a_checkout() -> None:
+    """Raise a UserError if this is not the package alone."""
+    if IS_CHECKOUT:
+        raise UserError(
+            f"{REPOSITORY} is the checkout of the kit, whose site file `manygpus doctor --write-site` "
+            "writes; a project of your own needs the package alone (YOUR_TRAINING.md)."
+        )
 
 
 def version() -> str:

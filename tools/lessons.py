@@ -9,7 +9,7 @@ has printed `output FILE.txt`, the `exercises` of the page's folder, those of th
 lists them (`learn`), the core `path PAGE` through a page, the `timetable` of a course, or `bench TOOL
 FILE.csv ...`, the table that a tool in tools/bench makes of what it has written, by its function `table` or,
 with `TOOL.FUNCTION`, by another. Paths are relative to the README. Run this file (`make lessons`) to bring
-all up to date, and the pictures that tools/pictures draws.
+all up to date, the pictures that tools/pictures draws, and what `manygpus new` copies (project_template.py).
 """
 
 import ast
@@ -26,6 +26,7 @@ from pathlib import Path
 
 import pandas as pd
 import pictures
+import project_template
 
 from manygpus.monitor import wording
 from manygpus.monitor.verdict import judge
@@ -276,3 +277,4 @@ if __name__ == "__main__":
     for path in files("*.md"):
         path.write_text(up_to_date(path))
     pictures.write()
+    project_template.write()

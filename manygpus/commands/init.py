@@ -30,11 +30,7 @@ def main() -> None:
 @entrypoint
 def _write_example() -> None:
     Parser(description=__doc__).parse_args()
-    if project.IS_CHECKOUT:
-        raise UserError(
-            f"{project.folder()} is the checkout of the kit, whose site file `manygpus doctor --write-site` "
-            "writes; a project of your own needs the package alone (YOUR_TRAINING.md)."
-        )
+    project.refuse_a_checkout()
     why_not = slurm.why_not_here()
     if why_not:
         raise UserError(f"there is no Slurm here ({why_not}): run this on a login node of your cluster.")

@@ -19,6 +19,7 @@ import lessons
 import numpy as np
 import pandas as pd
 import pictures
+import project_template
 import pytest
 import torch
 from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
@@ -368,6 +369,11 @@ def test_the_lines_that_a_lesson_compares_stand_in_the_job_scripts() -> None:
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_shows_what_was_measured(name: str) -> None:
     assert str(pictures.PICTURES[name]()) == (REPOSITORY / name).read_text(), "run `make lessons`"
+
+
+def test_a_new_project_is_made_of_the_lesson() -> None:
+    for name, text in project_template.up_to_date().items():
+        assert (project_template.TEMPLATE / name).read_text() == text, "run `make lessons`"
 
 
 def test_the_recorded_session_shows_the_committed_runs(plot: Callable, tmp_path: Path) -> None:

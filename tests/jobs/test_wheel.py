@@ -40,6 +40,15 @@ while not args.resume:
     time.sleep(1)
 """
 
+# A step of the training of a new project. In its first start a job waits there for a signal.
+STEP = "            optimizer.zero_grad()\n"
+WAITS = """\
+            if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and not signals_received:
+                print("waits", flush=True)
+                while not signals_received:
+                    time.sleep(0.1)
+"""
+
 
 def needed(requirements: list[str]) -> Iterator[str]:
     """What pip installs for these requirements without extras: their packages, and what those need."""
@@ -190,6 +199,44 @@ def test_the_site_file_of_all_projects(manygpus: Path, cluster: RunningCluster, 
     # What is written next is left where it is read.
     (stranger.project / "slurm" / "site.sh").write_text("exit 1\n")
     assert "slurm/site.sh" in one_error(stranger.run(*script, folder="inner"))
+
+
+def test_a_new_project_runs_at_once(manygpus: Path, cluster: RunningCluster, tmp_path: Path) -> None:
+    """In one process, and in two kinds of jobs, which stop and come back. A folder that is there stays."""
+    stranger = Stranger(tmp_path, manygpus, cluster)
+    assert "there already" in one_error(stranger.run("new", stranger.project))
+    assert [path.name for path in stranger.project.iterdir()] == ["train.py"]
+    made = succeeded(stranger.run("new", "my project")).stdout
+    project = stranger.project = stranger.project / "my project"
+    assert "0 fault(s)" in made and (project / "slurm" / "site.sh").exists()
+    assert (project / "README.md").read_text().startswith("# my project\n")
+    train = project / "train.py"
+    text = train.read_text()
+    for line, replacement in (("made_up_images(4000,", "made_up_images(200,"), (STEP, WAITS + STEP)):
+        assert line in text
+        text = text.replace(line, replacement)
+    train.write_text(text)
+
+    sent = succeeded(stranger.run("submit", "--gpus", 2, "train.py", "--num-workers", 0)).stdout
+    (with_the_kit,) = map(int, re.findall(r"^job (\d+) submitted", sent))
+    python = f"PATH={stranger.python.parent}:$PATH"
+    sent = cluster.run(["bash", "-c", f"{python} sbatch --parsable job.sh --num-workers 0"], cwd=project)
+    alone = int(succeeded(sent).stdout)
+    logs = {with_the_kit: f"results/jobs/submitit/*/{with_the_kit}_*_log.out", alone: f"slurm-{alone}.out"}
+
+    def log_of(job: int) -> str:
+        return "".join(path.read_text() for path in project.glob(logs[job]))
+
+    for job in logs:
+        wait_until(lambda job=job: log_of(job).count("waits\n") == 2)
+        cluster.run(["scancel", "--signal=USR2", job])
+    here = ran(stranger.python, "train.py", cwd=project, env=ENVIRONMENT | {"SLURM_RESTART_COUNT": "1"})
+    assert "epoch 2: " in succeeded(here).stdout
+    for job in logs:
+        state, printed = cluster.wait(job, timeout=300), log_of(job)
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), printed
+        assert "saved and stopped in epoch 1" in printed and "epoch 1, 3 of 3 steps done" in printed
+        assert len(re.findall(r"^epoch 2: ", printed, re.MULTILINE)) == 1, printed
 
 
 def test_what_is_missing_is_one_sentence(manygpus: Path, tmp_path: Path) -> None:

@@ -78,10 +78,11 @@ def subpackage_of(module: str) -> str:
     return "monitor" if folder == "monitor.findings" else folder
 
 
-# `jobs.inside.in_job` -> its file; without the files that only say what a subpackage is for.
+# `jobs.inside.in_job` -> its file; without the files that only say what a subpackage is for, and without what
+# `manygpus new` copies.
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
-    for path in lessons.files("manygpus/*.py")
+    for path in lessons.files("manygpus/*.py", ":!manygpus/template")
     if path.name != "__init__.py"
 }
 
