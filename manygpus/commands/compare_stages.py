@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manygpus.config import options
-from manygpus.config.command_line import Parser, at_least, given_path
+from manygpus.config.command_line import Parser, at_least, given_path, with_out
 from manygpus.config.known_datasets import DATASETS
 from manygpus.data import staging
 from manygpus.errors import UserError, entrypoint, print_line
@@ -138,6 +138,7 @@ def _make_sweep(
         site=site,
         minutes=minutes,
         why_here="" if devices.in_slurm else "here",
+        command_to_resume=with_out(folder, arguments.out),
         gpus_here=devices.gpus_here,
     )
 
@@ -209,7 +210,7 @@ def _probe(compared: Sweep, batch: int) -> Probe:
     (run,), _ = alone.planned(grid)
     if not alone.has_finished(run):
         print_line("first, a run on one GPU, which decides the length of an epoch")
-        execution.finish(alone, [run], 1, compared.folder)
+        execution.finish(alone, [run], 1)
     csvs = alone.finished_csvs(run.name)
     if not csvs:
         raise UserError(

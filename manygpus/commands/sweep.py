@@ -23,6 +23,7 @@ from manygpus.config.command_line import (
     list_of,
     one_of,
     time_limit,
+    with_out,
 )
 from manygpus.config.options import MOST_IMAGES
 from manygpus.data import staging
@@ -79,7 +80,6 @@ DEFAULT_GPUS, DEFAULT_GPUS_WITH_VARY = (1, 2), (1,)
 # The options that a sweep of plain scripts has, too.
 OPTIONS_OF_PLAIN_SWEEPS = {
     "plain",
-    "program",
     "python",
     "one_process_per_node",
     "when_requeued",
@@ -250,6 +250,7 @@ def _sweep(own_options: argparse.Namespace, stage: Stage, arguments: list[str]) 
         site=site,
         minutes=own_options.time or site.minutes or submission.DEFAULT_MINUTES,
         why_here=why_here,
+        command_to_resume=with_out(folder, own_options.out),
         gpus_here=local_job.gpus_here() if why_here and not opts.no_cuda else 0,
         places=own_options.max_jobs or 1 if why_here else 1,
         per_job=own_options.per_job,

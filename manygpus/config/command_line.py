@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +26,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help.")
 
+    def takes_value(self, word: str) -> bool:
+        """Return whether this word is an option whose value is the next word."""
+        action = self._option_string_actions.get(word)
+        return action is not None and action.nargs is None
+
 
 def add_json(parser: argparse.ArgumentParser, document: str) -> None:
     """Add `--json`, which prints a document for a program (json_document.py)."""
@@ -41,6 +47,17 @@ def own_program() -> list[str]:
     if program.startswith(f"{PROGRAM} "):
         return [sys.executable, "-m", *program.split()]
     return [sys.executable, str(Path(program).absolute())]
+
+
+def with_out(folder: Path, own_out: Path | None) -> str:
+    """Return the command line of this program, with --out for its folder.
+
+    Args:
+        folder: the folder.
+        own_out: its own --out; None if it has none, though the arguments of a user's script may have one.
+    """
+    out = [] if own_out else ["--out", str(folder)]
+    return shlex.join([*own_program(), *out, *sys.argv[1:]])
 
 
 def at_least(smallest: int, most: int = 2**31 - 1) -> Callable[[str], int]:

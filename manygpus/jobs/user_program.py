@@ -236,11 +236,18 @@ def add_options(group: argparse._ActionsContainer) -> None:
     )
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(words: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
     """Split off what always goes to the training: what follows -- or the name of a plain program.
+
+    In a checkout the name comes after --plain, as other words are for a stage. Where the kit is installed
+    without stages, the first word that is no option and no value of one is a name, too.
 
     The name becomes one word with its option, such as `--plain=-m package.train`, and so do the words of
     --when-requeued: argparse would take what begins with a dash for another option.
+
+    Args:
+        words: those of the command line.
+        parser: the parser of the words in front.
     """
     before: list[str] = []
     left = [*words]
@@ -248,15 +255,20 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         word = left.pop(0)
         if word == "--":
             return before, left
-        if word == "--when-requeued" and left:
-            word = f"{word}={left.pop(0)}"
         if word == "--plain":
             length = 2 if left[:1] == ["-m"] else 1
             name = " ".join(left[:length])
             return [*before, f"--plain={name}"], left[length:]
+        if not project.IS_CHECKOUT and not word.startswith("-"):
+            return [*before, f"--plain={word}"], left
+        if word == "--when-requeued" and left:
+            word = f"{word}={left.pop(0)}"
         before.append(word)
         if word.startswith("--plain="):
             return before, left
+        if parser.takes_value(word):
+            before += left[:1]
+            del left[:1]
     return before, []
 
 
@@ -271,7 +283,7 @@ def parse(words: Sequence[str]) -> tuple[Program, list[str]]:
     # The folder in place of the current one; only submit.py and sweep.py write it.
     parser.add_argument("--frozen", type=given_path)
     add_options(parser)
-    own_words, arguments = split(words)
+    own_words, arguments = split(words, parser)
     own_options, unknown = parser.parse_known_args(own_words)
     if not own_options.plain:
         raise UserError(f"{', '.join(OPTIONS)} are for plain scripts: put --plain and the script after them.")

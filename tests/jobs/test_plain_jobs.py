@@ -17,7 +17,6 @@ from json_documents import document
 from traces import FROM_LOADERS, STARVED, SyntheticJob
 
 from manygpus import job_folder
-from manygpus.jobs.sweeps import execution
 from manygpus.monitor import wording
 from manygpus.monitor.verdict import judge
 from manygpus.record import records
@@ -725,6 +724,7 @@ def test_a_sweep_runs_it_on_each_number_of_gpus(checkout: Checkout) -> None:
     arguments = ("slurm/sweep.py", "--local", "--gpus", "1,2", "--out", out)
     plain = ("--plain", script, "--gpus", 7)
     done = checkout.python(*arguments, *plain, cwd=script.parent)
+    assert re.search("^resume .*", done.stdout, re.MULTILINE)[0].count("--out") == 1
     assert done.returncode == 1 and "[1/2] train-1gpu-r1 finished\n" in done.stdout, done.stdout
     assert "train-2gpu-r1 failed: rank" in done.stdout and "exit code 3" in done.stdout
     (record,) = out.glob("train-1gpu-r1/runs/*.csv")
@@ -738,15 +738,6 @@ def test_a_sweep_runs_it_on_each_number_of_gpus(checkout: Checkout) -> None:
     assert "no run has written a record" not in done.stdout
     done = checkout.python(*arguments, "--batch-size", 64, *plain)
     assert f"--batch-size has no place in the arguments of {script}" in done.stderr
-
-
-def test_a_sweep_resumes_in_its_own_folder_whatever_the_script_is_given(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["sweep.py", "--plain", "train.py", "--out", "theirs"])
-    assert execution.command_to_resume(tmp_path).endswith(f" --out {tmp_path} --plain train.py --out theirs")
-    monkeypatch.setattr(sys, "argv", ["manygpus sweep", "--gpus", "2"])
-    assert execution.command_to_resume(tmp_path).endswith(f" -m manygpus sweep --out {tmp_path} --gpus 2")
 
 
 @pytest.mark.parametrize(

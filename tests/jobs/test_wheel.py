@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -237,6 +238,21 @@ def test_a_new_project_runs_at_once(manygpus: Path, cluster: RunningCluster, tmp
         assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), printed
         assert "saved and stopped in epoch 1" in printed and "epoch 1, 3 of 3 steps done" in printed
         assert len(re.findall(r"^epoch 2: ", printed, re.MULTILINE)) == 1, printed
+
+
+def test_the_scripts_own_options_stay_its_own(manygpus: Path, tmp_path: Path) -> None:
+    """Though the command has options of these names. The command that resumes a sweep is one."""
+    stranger = Stranger(tmp_path, manygpus)
+    script = stranger.project / "said.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    command = ("sweep", "--gpus", 1, "said.py", "--out", "theirs", "--gpus", 7)
+    first = succeeded(stranger.run(*command)).stdout
+    (log,) = stranger.project.glob("results/sweeps/*/said-1gpu-r1/log.out")
+    assert log.read_text() == "['--out', 'theirs', '--gpus', '7']\n"
+    words = shlex.split(re.search("^resume +(.*)", first, re.MULTILINE)[1])
+    resumed = succeeded(ran(*words, cwd=stranger.project, env=ENVIRONMENT | stranger.environment)).stdout
+    assert "1 runs, 1 of them finished" in resumed
+    assert re.search("^resume +(.*)", resumed, re.MULTILINE)[1] == shlex.join(words)
 
 
 def test_what_is_missing_is_one_sentence(manygpus: Path, tmp_path: Path) -> None:

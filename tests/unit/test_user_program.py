@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from manygpus.config.command_line import Parser
 from manygpus.jobs import user_program
 
 SAVED = ("model-9.pt", "model-10.pt", "best.pt")  # the newest last
@@ -50,6 +51,31 @@ def test_words_for_a_start_after_the_first(words: str, expected: str | None, fol
     assert named.when_requeued is not None
     # A job script gets them as words.
     assert user_program.parse([*named.words, *arguments]) == (named, arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "of_the_program"),
+    [
+        ("--out=a train.py --out b --time 7", "--out=a --plain=train.py", "--out b --time 7"),
+        ("--time 5 --dry-run train.py", "--time 5 --dry-run --plain=train.py", ""),
+        ("--when-requeued --resume x --plain y", "--when-requeued=--resume --plain=x", "--plain y"),
+        ("--python a x -- --plain y", "--python a --plain=x", "-- --plain y"),
+        ("--plain -m a.b -m c", "--plain=-m a.b", "-m c"),
+        # No option, and so no value.
+        ("--tim 5 x", "--tim --plain=5", "x"),
+    ],
+)
+def test_where_a_program_begins_without_stages(
+    words: str, own: str, of_the_program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manygpus.project.IS_CHECKOUT", False)
+    parser = Parser()
+    user_program.add_options(parser)
+    for option in ("--out", "--time"):
+        parser.add_argument(option)
+    parser.add_argument("--dry-run", action="store_true")
+    own_words, arguments = user_program.split(words.split(), parser)
+    assert (" ".join(own_words), arguments) == (own, of_the_program.split())
 
 
 def test_an_installed_program_is_found_as_by_the_shell(

@@ -157,7 +157,7 @@ def _parse() -> argparse.Namespace:
     )
     add_options(parser)
     parser.add_argument("sbatch_options", nargs="*", metavar="-- OPTION", help="more options for sbatch")
-    own_words, others = split(sys.argv[1:])
+    own_words, others = split(sys.argv[1:], parser)
     options = parser.parse_args(own_words)
     stage = STAGES[DDP]
     options.program = None

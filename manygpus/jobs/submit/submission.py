@@ -440,9 +440,6 @@ def parse(stage_name: str, description: str) -> tuple[Request, argparse.Namespac
 def parse_with_program(parser: Parser) -> tuple[argparse.Namespace, list[str], list[str]]:
     """Read a command line that may name a program of the user.
 
-    In a checkout the program comes after --plain, as other words are for a stage. Where the kit is installed
-    without stages, it is the first word that is no option.
-
     Returns:
         The options of the command itself, those that it does not know, and the arguments of the program or
         the stage.
@@ -450,23 +447,11 @@ def parse_with_program(parser: Parser) -> tuple[argparse.Namespace, list[str], l
     Raises:
         UserError: for a mistake in it.
     """
-    words = sys.argv[1:]
-    own_words, for_training = split(words)
-    if project.IS_CHECKOUT:
-        return *parser.parse_known_args(own_words), for_training
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    own_words, for_training = split(sys.argv[1:], parser)
     own_options, unknown = parser.parse_known_args(own_words)
-    if own_options.program:
-        if unknown:
-            parser.error(
-                f"{unknown[0]} is no option of {parser.prog}: put the script's arguments after its name"
-            )
-        begin = 0
-        for word in own_words[: -len(own_options.program)]:
-            # `split` has made one word of an option and its value.
-            begin += 1 if words[begin] == word else 2
-        own_options.plain, *for_training = words[begin:]
-    if not own_options.plain and not own_options.script:
+    if not project.IS_CHECKOUT and unknown:
+        parser.error(f"{unknown[0]} is no option of {parser.prog}: put the script's arguments after its name")
+    if not project.IS_CHECKOUT and not own_options.plain and not own_options.script:
         parser.error(f"name the script to run, after the options: {parser.prog} --gpus 2 train.py")
     return own_options, unknown, for_training
 

@@ -4,7 +4,6 @@ slurm/sweep.py and `make compare` do so; each says what is reported of the runs 
 """
 
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from manygpus.config.command_line import own_program
 from manygpus.errors import UserError, print_line, print_table
 from manygpus.files import check_writable, replacing
 from manygpus.jobs import job_log, local_job, slurm
@@ -51,8 +49,8 @@ def run(
         UserError: if no job is accepted, or Slurm does not answer.
     """
     print_plan(sweep, planned, max_jobs, run_seconds)
-    print_line(f"results  {sweep.folder}\nresume   {command_to_resume(sweep.folder)}\n")
-    failed = finish(sweep, planned, max_jobs, sweep.folder)
+    print_line(f"results  {sweep.folder}\nresume   {sweep.command_to_resume}\n")
+    failed = finish(sweep, planned, max_jobs)
     try:
         exit_code = _report(sweep, planned, report)
     finally:
@@ -62,10 +60,8 @@ def run(
     return 1 if failed else exit_code
 
 
-def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, resume_in: Path) -> list[str]:
+def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int) -> list[str]:
     """Run what is not finished, print how each ends, and return the names of the runs that failed.
-
-    After Ctrl-C, this program's command line with --out `resume_in` resumes it.
 
     Raises:
         UserError: if no job is accepted, or Slurm does not answer.
@@ -78,7 +74,7 @@ def finish(sweep: Sweep, planned: list[PlannedRun], max_jobs: int, resume_in: Pa
         else:
             _finish_in_slurm(sweep, unfinished, max_jobs, watch)
     except KeyboardInterrupt:
-        print_line(f"\nto resume: {command_to_resume(resume_in)}", sys.stderr)
+        print_line(f"\nto resume: {sweep.command_to_resume}", sys.stderr)
         raise
     return watch.failed
 
@@ -360,16 +356,6 @@ def _doubt(handle: Handle) -> str:
         if finding["kind"] == samples.NEVER_MET:
             return f"; {finding['sentence']}"
     return ""
-
-
-def command_to_resume(folder: Path) -> str:
-    """Return the command line of this program, with --out."""
-    command = own_program()
-    # A plain script may have an --out, too.
-    own_words, _ = submission.split(sys.argv[1:])
-    if "--out" not in own_words:
-        command += ["--out", str(folder)]
-    return shlex.join([*command, *sys.argv[1:]])
 
 
 def print_plan(
