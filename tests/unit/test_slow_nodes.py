@@ -5,8 +5,9 @@ from itertools import combinations
 
 import pytest
 
+from manygpus.jobs import slurm
 from manygpus.jobs.doctor.node_check import rounds
-from manygpus.jobs.inside.slow_nodes import MARK, Measurements, judge
+from manygpus.jobs.inside.slow_nodes import MARK, Findings, Measurements, avoid, judge
 
 NODES = ["n1", "n2", "n3", "n4"]
 
@@ -70,3 +71,25 @@ def test_the_pairs_of_a_node_are_different_ones(count: int) -> None:
     pairs = [frozenset(pair) for pairs in all_rounds for pair in pairs]
     assert len(set(pairs)) == len(pairs)
     assert all(sum(node in pair for pair in pairs) >= min(2, count - 1) for node in nodes)
+
+
+# What Slurm 24.11 records of a job of two tasks on each of two nodes, and the options that ask for the same.
+RECORDED = {
+    "MinMemoryNode=2G TresPerNode=gres/gpu:2": {"--mem=2G", "--gres=gpu:2"},
+    "TresPerJob=gres/gpu:a100:4": {"--gpus=a100:4"},
+    "MinMemoryTRES=1G MemPerTres=gres/gpu:1024 TresPerTask=gres/gpu=1": {
+        "--mem-per-gpu=1024",
+        "--gpus-per-task=1",
+    },
+    "TresPerTask=gres/gpu:a100:1": {"--gpus-per-task=a100:1"},
+    "TresPerTask=cpu=2,gres/gpu:a100=1": {"--gpus-per-task=a100:1"},
+    "TresPerTask=cpu=2": set(),
+}
+
+
+@pytest.mark.parametrize("recorded", RECORDED)
+def test_without_its_slow_nodes_a_job_asks_for_the_same(recorded: str) -> None:
+    record = f"JobId=7 Account=(null) NumNodes=2 NumCPUs=8 NumTasks=4 CPUs/Task=2 {recorded}"
+    trial = avoid(Findings({"n2": "n2 is slow"}, ""), slurm.fields(record)).trial
+    sizes = {"--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2"}
+    assert {*trial} == sizes | RECORDED[recorded] | {"--exclude=n2"}

@@ -27,9 +27,10 @@ MARK = "node-check "
 # The last line of the step: what the others print later counts no more.
 ENDED = "ended"
 # Fields of a job's record, and the options of sbatch that ask for the same.
-RECORDED = {
+OPTION_OF_FIELD = {
     "Account": "account",
     "Features": "constraint",
+    "MemPerTres": "mem-per-gpu",
     "MinMemoryCPU": "mem-per-cpu",
     "MinMemoryNode": "mem",
     "Partition": "partition",
@@ -39,9 +40,17 @@ RECORDED = {
     "TimeLimit": "time",
     "TresPerJob": "gpus",
     "TresPerNode": "gres",
+    "TresPerTask": "gpus-per-task",
 }
-# TresPerNode=gres/gpu:2, or gres:gpu:2 (22.05), is --gres=gpu:2, and TresPerJob=gres/gpu:2 is --gpus=2.
-OF_TRES = {"TresPerJob": re.compile("gres[/:]gpu:"), "TresPerNode": re.compile("gres[/:]")}
+# Where the value of the option is only a part of that of the field. TresPerNode=gres/gpu:2, or gres:gpu:2
+# (22.05), is --gres=gpu:2. TresPerTask=gres/gpu=1 comes from --gpus-per-task=1, gres/gpu:1 from the same as
+# --tres-per-task, and either may be behind cpu=2.
+PART_OF_FIELD = {
+    "MemPerTres": "gres[/:]gpu:(.*)",
+    "TresPerJob": "gres[/:]gpu:(.*)",
+    "TresPerNode": "gres[/:](.*)",
+    "TresPerTask": "gres[/:]gpu[:=]([^,]*)",
+}
 
 
 class Pair(NamedTuple):
@@ -181,11 +190,15 @@ def avoid(findings: Findings, record: Mapping[str, str]) -> Avoidance:
     before = [known["ExcNodeList"]] if "ExcNodeList" in known else []
     excluded = ",".join([*before, *findings.slow])
     nodes = slurm.number_of_nodes(record) or 1
-    trial = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={int(record['NumCPUs']) // nodes}"]
-    for name, option in RECORDED.items():
-        if name in known:
-            prefix = OF_TRES.get(name, "")
-            trial.append(f"--{option}={re.sub(prefix, '', known[name])}")
+    # As many tasks as GPUs may be counted by.
+    tasks = max(int(known.get("NumTasks", nodes)) // nodes, 1)
+    cpus = max(int(record["NumCPUs"]) // (nodes * tasks), 1)
+    trial = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--cpus-per-task={cpus}"]
+    for name, option in OPTION_OF_FIELD.items():
+        value = re.search(PART_OF_FIELD.get(name, "(.*)"), known.get(name, ""))
+        if value and value[1]:
+            # Newer releases write gpu:a100=1.
+            trial.append(f"--{option}={value[1].replace('=', ':')}")
     trial.append(f"--exclude={excluded}")
     reason = f"back to the queue, without {', '.join(findings.slow)}: {'; '.join(findings.slow.values())}"
     return Avoidance(excluded=excluded, trial=trial, reason=reason)

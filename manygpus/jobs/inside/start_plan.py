@@ -23,7 +23,7 @@ from manygpus.log_words import CODE, GPUS, JOB, NODES, PYTHON, SCRIPT, line, pri
 from manygpus.monitor import samples
 
 # What sbatch sets if a job asks for it, and the field that its record then has.
-RECORDED = {
+FIELD_OF_VARIABLE = {
     "SLURM_GPUS": "TresPerJob",
     "SLURM_GPUS_PER_NODE": "TresPerNode",
     "SLURM_GPUS_PER_SOCKET": "TresPerSocket",
@@ -304,11 +304,11 @@ def _is_of_this_job(name: str, job: JobStart) -> bool:
         # Only processes that srun has started have the nodes of their step, and so these are of their job.
         # (A job script has a SLURM_STEP_ID of its own in newer Slurm, seen: -5 by 26.05.)
         return "SLURM_STEP_NODELIST" not in job.set_aside
-    if name not in RECORDED:  # only srun sets or reads it
+    if name not in FIELD_OF_VARIABLE:  # only srun sets or reads it
         return False
     if not job.recorded:
         return True
-    recorded = job.recorded.get(RECORDED[name])
+    recorded = job.recorded.get(FIELD_OF_VARIABLE[name])
     return recorded is not None and not (name == "SLURM_MEM_PER_NODE" and recorded.startswith("0"))
 
 
