@@ -16,7 +16,7 @@ from pathlib import Path
 
 from manygpus import job_folder, json_document
 from manygpus.config.command_line import Parser, add_json, at_least, given, given_path
-from manygpus.errors import UserError, entrypoint, print_line
+from manygpus.errors import UserError, entrypoint, print_line, print_table
 from manygpus.files import explained
 from manygpus.jobs import job_log, local_job
 from manygpus.jobs.inside import failure_reason
@@ -82,6 +82,10 @@ def _print_verdict(job: str, as_json: bool) -> None:
         return
     name = job if Path(job).is_dir() else f"job {job}"
     print_line("\n".join(wording.verdict_lines(verdict, name)))
+    runs = _runs_in(job)
+    if runs:
+        print_line("\nits runs, which have verdicts of their own, by their folders:")
+        print_table(runs)
 
 
 def _find_samples(job: str) -> Path:
@@ -121,6 +125,16 @@ def _find_array_element(job: str, jobs_dir: Path) -> Path:
         if script and script.array_element == job:
             folders.append(path.parent)
     return _latest(folders, job, jobs_dir)
+
+
+def _runs_in(job: str) -> list[tuple[str, str]]:
+    """Return the name and the folder of each run of a sweep that shares this job, by the job's number."""
+    runs = []
+    for path in read_site().jobs_dir.glob(f"submitit/*/{job_folder.SCRIPT}"):
+        script = job_folder.read_script(path.parent)
+        if script and script.array_element == job:
+            runs.append((script.run_name, str(path.parent)))
+    return sorted(runs)
 
 
 def _latest(folders: list[Path], job: str, jobs_dir: Path) -> Path:

@@ -436,12 +436,18 @@ def test_a_shared_job_that_is_stopped_resumes_those_of_its_runs_that_have_saved(
         second = sweep / "train-1gpu-number2-r1" / "log.out"
         wait_until(lambda: (script.parent / "waits").exists() and second.exists())
         (log,) = (sweep / "logs").iterdir()
-        on_cluster.cluster.run(["scancel", "--signal=USR2", log.name.removesuffix("_0_log.out")])
+        job = log.name.removesuffix("_0_log.out")
+        on_cluster.cluster.run(["scancel", "--signal=USR2", job])
         done = succeeded(swept.result())
     shown = {row["number"]: row["last_line"] for row in rows(sweep).values()}
     assert shown == dict.fromkeys("123", "ends after the stop"), done.stdout
     logs = [(sweep / f"train-1gpu-number{number}-r1" / "log.out").read_text() for number in "123"]
     assert all("gpu 0 threads 2\n" in text and "watch   " in text for text in logs), logs
+    # The verdict of their job names all of them, and where each has its own.
+    of_job = succeeded(on_cluster.python("slurm/monitor.py", "--verdict", job)).stdout
+    folders = dict(re.findall(r"^train-1gpu-number(\d)-r1 +(/.*)$", of_job, re.MULTILINE))
+    assert sorted(folders) == ["1", "2", "3"]
+    succeeded(on_cluster.python("slurm/monitor.py", "--verdict", folders["2"]))
     # The first has begun twice.
     assert len([*sweep.glob("*/job/*_0_log.out")]) == 4
     asked = (sweep / "train-1gpu.sh").read_text()
