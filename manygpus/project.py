@@ -54,7 +54,7 @@ def version() -> str:
     return "" if IS_CHECKOUT else f"manygpus {metadata.version('manygpus')}"
 
 
-def name_of_site_file() -> str:
+def site_name() -> str:
     """Return how messages name the site file: by its path from the project's folder, if it is in there."""
     file = site_file()
     return str(file.relative_to(folder()) if file.is_relative_to(folder()) else file)

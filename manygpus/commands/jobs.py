@@ -1,4 +1,4 @@
-"""Show the jobs of this checkout: what each one runs, its state, how long, and the verdict or why it failed.
+"""Show the jobs of this project: what each one runs, its state, how long, and the verdict or why it failed.
 
 Try: python slurm/jobs.py; python slurm/jobs.py my_project; python slurm/jobs.py 17
 Try: python slurm/jobs.py --code 17; python slurm/jobs.py --json 17

@@ -21,14 +21,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
-from manygpus import launchers
+from manygpus import launchers, project
 from manygpus.config.command_line import Parser, given_path
 from manygpus.config.known_datasets import DATASETS, DEFAULT_DATA_DIR
 from manygpus.errors import UserError, entrypoint, print_line
 from manygpus.files import explained, holder, lock
 
 # What to do where the nodes do not see the data that the login node has.
-SHARED_DATA_FIX = "set SITE_DATA_DIR in slurm/site.sh to a folder that every node sees"
+SHARED_DATA_FIX = f"set SITE_DATA_DIR in {project.site_name()} to a folder that every node sees"
 
 # File -> its size in bytes and its MD5 sum.
 FILES = {

@@ -5,6 +5,7 @@ import os
 import socket
 from typing import NamedTuple
 
+from manygpus import project
 from manygpus.launchers import node
 
 
@@ -58,8 +59,8 @@ def problem(master: str, gloo: bool) -> Problem | None:
             known = with_addresses(hostname)
             return Problem(
                 f"the hostname of {node()} means nothing to other nodes ({known}), and gloo tells them that",
-                "set SITE_NETWORK_INTERFACE in slurm/site.sh to the network between the nodes: `ip -brief "
-                "address` on a node lists them",
+                f"set SITE_NETWORK_INTERFACE in {project.site_name()} to the network between the nodes: `ip "
+                "-brief address` on a node lists them",
             )
     return None
 

@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Iterable, Sequence
 
-from manygpus import job_folder
+from manygpus import job_folder, project
 from manygpus.distributed import host_names
 from manygpus.distributed.host_names import Problem
 from manygpus.launchers import node
@@ -68,7 +68,7 @@ def _try_to_connect(master: str, port: int) -> Problem | None:
         return Problem(
             f"{node()} gets no answer from that machine ({host_names.with_addresses(master)}: {silence})",
             "ask your admin whether a firewall is between the nodes, and which ports and which network are "
-            f"open (MASTER_PORT and MASTER_ADDR in slurm/site.sh); {DOCTOR}",
+            f"open (MASTER_PORT and MASTER_ADDR in {project.site_name()}); {DOCTOR}",
         )
     return None
 
@@ -106,7 +106,7 @@ def not_connected(gloo: bool, nodes: int) -> Problem | None:
         has = ", ".join(interfaces)
         return Problem(
             f"{node()} has no network interface {wanted} with an address (it has {has})",
-            f"correct SITE_NETWORK_INTERFACE in slurm/site.sh, or {variable}",
+            f"correct SITE_NETWORK_INTERFACE in {project.site_name()}, or {variable}",
         )
     if nodes > 1:
         return host_names.problem(os.environ["MASTER_ADDR"], gloo)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported within a group, it would keep that alive
 
-from manygpus import launchers
+from manygpus import launchers, project
 from manygpus.devices import accelerator_of, card, choose_device, gpus
 from manygpus.distributed import debugging, meeting_problems
 from manygpus.distributed.host_names import Problem
@@ -138,7 +138,8 @@ def _meet(dist_env: DistEnv, timeout: timedelta) -> None:
         _await_all(store, dist_env, own_card, timeout)
     _refuse_shared_card(store, dist_env, own_card)
     unable = "the ranks could not connect to each other"
-    what_to_do = f"set SITE_NETWORK_INTERFACE in slurm/site.sh to the network between the nodes; {DOCTOR}."
+    site_file = project.site_name()
+    what_to_do = f"set SITE_NETWORK_INTERFACE in {site_file} to the network between the nodes; {DOCTOR}."
     with _at_most(timeout, f"{unable} (no answer): {what_to_do}"):
         try:
             dist.init_process_group(

@@ -25,7 +25,7 @@ DEFAULT_MINUTES = 30
 
 # What to do where the nodes do not see the same folders as the login node.
 SHARED_FOLDERS_FIX = (
-    "set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in slurm/site.sh to folders that every node sees"
+    f"set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in {project.site_name()} to folders that every node sees"
 )
 
 # Reading slurm/site.sh may take so long: some sites load modules there.
@@ -124,7 +124,7 @@ def read_site(environment: Mapping[str, str] | None = None) -> Site:
         env=environment,
     )
     if done.returncode == slurm.TIMED_OUT_EXIT_CODE:
-        raise UserError("slurm/site.sh leaves a process behind: start that in activate_environment.")
+        raise UserError(f"{project.site_name()} leaves a process behind: start that in activate_environment.")
     if done.returncode:
         raise UserError(_why_unreadable(done.stderr))
     variables = {}

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from manygpus import launchers
+from manygpus import launchers, project
 from manygpus.errors import UserError, reason
 
+# As sentences on a refusal name the site file.
+SITE_NAME = project.site_name()
 # A command of Slurm may take so long. Its own limit is mostly 10 seconds per try.
 ANSWER_SECONDS = 30
 TIMED_OUT_EXIT_CODE = 124
@@ -69,7 +71,7 @@ LAUNCH_FAILED = "launch_failed_requeued_held"
 REFUSALS = {
     # From Slurm 26.05; before, where one of the two names a kind of GPU.
     "--gres=gpu are mutually exclusive|with and without type": "ask for GPUs in one way "
-    "only, that of SITE_GPUS in slurm/site.sh, such as --gres=gpu:a100:%d: remove SBATCH_GRES from there and "
+    f"only, that of SITE_GPUS in {SITE_NAME}, such as --gres=gpu:a100:%d: remove SBATCH_GRES from there and "
     "from your shell, and --gres from the command line; or, with sbatch, change the line #SBATCH "
     "--gpus-per-node in the job script",
     "configuration file": "unset SLURM_CONF, or set it to the path of slurm.conf",
@@ -81,31 +83,31 @@ REFUSALS = {
     "(QOS|Assoc)M(ax|in)": "ask for no more than your QOS and account allow; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
     # The second is what a site's own plugin may say, which names the option that it wants.
-    "mutually exclusive|--(gres|gpus|mem|cpus)": "SITE_GPUS, SITE_CPUS and SITE_MEM in slurm/site.sh "
+    "mutually exclusive|--(gres|gpus|mem|cpus)": f"SITE_GPUS, SITE_CPUS and SITE_MEM in {SITE_NAME} "
     "say how this site wants GPUs, cores and memory requested (slurm/SITE.md); leave out options and "
     "SBATCH_* variables of a different form",
     "not_permitted_to_use_this_partition": "set SBATCH_QOS, SBATCH_ACCOUNT or SBATCH_PARTITION in "
-    "slurm/site.sh; `scontrol show partition` shows who may use which one",
-    "account": "set SBATCH_ACCOUNT in slurm/site.sh to one of yours, which `sacctmgr show associations "
+    f"{SITE_NAME}; `scontrol show partition` shows who may use which one",
+    "account": f"set SBATCH_ACCOUNT in {SITE_NAME} to one of yours, which `sacctmgr show associations "
     "user=$USER` lists",
-    "partition": "set SBATCH_PARTITION in slurm/site.sh, or sbatch --partition, to one that `sinfo -s` lists",
-    "qos": "correct SBATCH_QOS in slurm/site.sh; `sacctmgr show qos` lists them",
-    "reservation": "correct SBATCH_RESERVATION in slurm/site.sh; `scontrol show reservation` lists them",
-    "feature": "correct SBATCH_CONSTRAINT in slurm/site.sh; `sinfo -o '%N %f'` lists the features",
+    "partition": f"set SBATCH_PARTITION in {SITE_NAME}, or sbatch --partition, to one that `sinfo -s` lists",
+    "qos": f"correct SBATCH_QOS in {SITE_NAME}; `sacctmgr show qos` lists them",
+    "reservation": f"correct SBATCH_RESERVATION in {SITE_NAME}; `scontrol show reservation` lists them",
+    "feature": f"correct SBATCH_CONSTRAINT in {SITE_NAME}; `sinfo -o '%N %f'` lists the features",
     "generic resource": "this Slurm has no such GPUs, or requires their type; `sinfo -o '%P %N %G'` shows "
-    "what it has, and SITE_GPUS in slurm/site.sh says how to ask for it, such as --gpus-per-node=a100:%d",
-    "[Tt]ime ?[Ll]imit": "ask for less --time, or set SBATCH_TIMELIMIT in slurm/site.sh for all jobs; "
+    f"what it has, and SITE_GPUS in {SITE_NAME} says how to ask for it, such as --gpus-per-node=a100:%d",
+    "[Tt]ime ?[Ll]imit": f"ask for less --time, or set SBATCH_TIMELIMIT in {SITE_NAME} for all jobs; "
     "`sinfo -o '%P %l'` shows the limits",
     "contact": "see if `sinfo` answers, and submit again when it does",
-    "PartitionNodeLimit": "ask for a different number of --nodes, or set SBATCH_PARTITION in slurm/site.sh; "
+    "PartitionNodeLimit": f"ask for a different number of --nodes, or set SBATCH_PARTITION in {SITE_NAME}; "
     "`sinfo -o '%P %s'` shows how many a job may have",
     "MaxMemPerLimit": "ask for fewer --gpus on a node, or less memory (export SBATCH_MEM_PER_NODE=4G in "
-    "slurm/site.sh); `scontrol show partition` shows the limit",
+    f"{SITE_NAME}); `scontrol show partition` shows the limit",
     "configuration|PartitionConfig|Node ?[Cc]ount|[Mm]emory|CPU count": "ask for fewer "
     "--gpus, --nodes or cores, or less --mem or --time (`sinfo -o '%P %D %s %c %m %G %l'` shows the limits), "
     "or wait for a node that is down: `sinfo -R`",
     "": "ask your admin what it means (man sbatch); if this site wants GPUs, cores or memory requested in a "
-    "different form, set SITE_GPUS, SITE_CPUS or SITE_MEM in slurm/site.sh",
+    f"different form, set SITE_GPUS, SITE_CPUS or SITE_MEM in {SITE_NAME}",
 }
 # What sbatch says where its job may be in the queue all the same, as the controller was busy (slurm_errno.c);
 # the last is submitit's, where it names no number.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from manygpus import job_folder, log_words
+from manygpus import job_folder, log_words, project
 from manygpus.errors import UserError, first_line, print_line
 from manygpus.files import check_writable
 from manygpus.monitor import collector, samples
@@ -45,7 +45,7 @@ def run_command(command: list[str], job: Path) -> int:
     """
     folder = job / samples.FOLDER
     variables = {job_folder.VARIABLE: str(job)}
-    check_writable(folder, "samples", "set SITE_SCRATCH_DIR in slurm/site.sh to a folder of yours.")
+    check_writable(folder, "samples", f"set SITE_SCRATCH_DIR in {project.site_name()} to a folder of yours.")
     try:
         process = subprocess.Popen(command, env=os.environ | variables)
     except OSError as error:

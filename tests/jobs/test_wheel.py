@@ -240,6 +240,20 @@ def test_a_new_project_runs_at_once(manygpus: Path, cluster: RunningCluster, tmp
         assert len(re.findall(r"^epoch 2: ", printed, re.MULTILINE)) == 1, printed
 
 
+@pytest.mark.parametrize(
+    "settings", ["SITE_GPUS=--gres=gpu:2", "export SBATCH_PARTITON=gpu", "sleep 9 & exit 1"]
+)
+def test_what_is_wrong_in_the_site_file_of_all_projects_is_looked_for_there(
+    settings: str, manygpus: Path, tmp_path: Path
+) -> None:
+    stranger = Stranger(tmp_path, manygpus)
+    of_all = tmp_path / "config" / "manygpus" / "site.sh"
+    of_all.parent.mkdir(parents=True)
+    of_all.write_text(f"{settings}\n")
+    shown = stranger.run("doctor").stdout
+    assert str(of_all) in shown and "slurm/site.sh" not in shown
+
+
 def test_the_scripts_own_options_stay_its_own(manygpus: Path, tmp_path: Path) -> None:
     """Though the command has options of these names. The command that resumes a sweep is one."""
     stranger = Stranger(tmp_path, manygpus)

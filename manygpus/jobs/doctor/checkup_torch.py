@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from manygpus import devices, launchers
+from manygpus import devices, launchers, project
 from manygpus.distributed import process_group
 from manygpus.jobs.doctor.findings import (
     FAULT,
@@ -203,7 +203,7 @@ def _network_finding(rows: list[dict], nodes: int) -> Finding:
     rate = rows[-1]["bus_gb_s"]
     message = f"correct; bus bandwidth {rate:.2f} GB/s at {in_words(rows[-1]['bytes'])}"
     if rate < SLOW_NETWORK_GB_S and nodes > 1:
-        fix = "check that the ranks use the fast network (SITE_NETWORK_INTERFACE in slurm/site.sh)"
+        fix = f"check that the ranks use the fast network (SITE_NETWORK_INTERFACE in {project.site_name()})"
         return Finding("all-reduce", WARNING, f"{message}: slower than gigabit Ethernet", fix)
     if rows[-1]["backend"] != "nccl":
         message += ", between CPUs: this says nothing about GPUs"

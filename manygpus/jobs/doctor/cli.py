@@ -144,8 +144,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--write-site",
         action="store_true",
-        help="first write slurm/site.sh, for jobs of --gpus and --nodes; if there is one, it stays, and the "
-        "proposal is slurm/site.sh.new",
+        help=f"first write {project.site_name()}, for jobs of --gpus and --nodes; if there is one, it "
+        f"stays, and the proposal is {project.site_name()}.new",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     parser.add_argument(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from manygpus import project
 from manygpus.jobs.site import SHARED_FOLDERS_FIX
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
@@ -22,7 +23,7 @@ STEP_SECONDS = 180
 # What to do about an error that does not say so itself.
 FIXES = {
     "folders": SHARED_FOLDERS_FIX,
-    "software": "have activate_environment in slurm/site.sh choose one environment that every node sees",
+    "software": f"have activate_environment in {project.site_name()} choose one environment for all nodes",
     "gpus": "look at `nvidia-smi` on that node, and report it to your admin",
     "group": "fix the faults in ranks and names first; then try SITE_NETWORK_INTERFACE or NCCL_DEBUG=INFO",
     "all-reduce": "do not train there, and tell your admin; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 may help",

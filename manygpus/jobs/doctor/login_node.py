@@ -73,14 +73,14 @@ def check_site() -> tuple[Site | None, list[Finding]]:
         sbatch_options(site, resources(STAGES[DDP], 2))
     except UserError as error:
         return None, [Finding("site", FAULT, str(error), f"compare it with {EXAMPLE}")]
-    message = "no slurm/site.sh: the defaults apply"
+    message = f"no {project.site_name()}: the defaults apply"
     if project.site_file().exists():
-        message = f"{project.name_of_site_file()} is valid"
+        message = f"{project.site_name()} is valid"
     variables = ", ".join(f"{name}={value}" for name, value in sorted(site.sbatch.items()))
     if variables:
         message += f" ({variables})"
     findings = [Finding("site", OK, message), *_check_memory(site)]
-    fix = f"correct it in slurm/site.sh, or in your shell; {EXAMPLE} has every setting"
+    fix = f"correct it in {project.site_name()}, or in your shell; {EXAMPLE} has every setting"
     findings += [Finding("site", WARNING, sentence, fix) for sentence in site.misspelt]
     return site, findings
 
@@ -242,7 +242,8 @@ def check_environment(site: Site, in_job_too: bool, with_data: bool = True) -> l
     findings = findings_in(read_messages(done.stdout))
     if not findings:
         problem = _last_words(done.stderr) or f"exit code {done.returncode}"
-        fix = "fix activate_environment in slurm/site.sh; for the default, .venv, run make .venv/ready"
+        in_site_file = f"activate_environment in {project.site_name()}"
+        fix = f"fix {in_site_file}; for the default, .venv, run make .venv/ready"
         finding = fault_from("environment", f"the job's Python does not work here: {problem}", fix)
         return [finding._replace(level=level)]
     findings = [finding._replace(level=level) if finding.level == FAULT else finding for finding in findings]

@@ -68,7 +68,7 @@ def with_settings(text: str, settings: Mapping[str, str]) -> str:
 
 def _write(settings: Mapping[str, str]) -> Finding:
     """Write the site file with these settings, or the proposal beside it, and show the difference."""
-    file, name = project.site_file(), project.name_of_site_file()
+    file, name = project.site_file(), project.site_name()
     has_one = file.exists()
     if has_one and not settings:
         return Finding(CHECK, OK, f"{name} needs no change")

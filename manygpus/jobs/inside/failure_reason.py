@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from manygpus import job_folder, log_words
+from manygpus import job_folder, log_words, project
 from manygpus.errors import DISTRIBUTED
 from manygpus.jobs import job_log
 from manygpus.ranges import parse_ranges
@@ -166,21 +166,24 @@ class Evidence:
             refused = NO_STEP.match(line)
             if refused:
                 asks = (
-                    "in the #SBATCH lines, by sbatch, by a SLURM_ variable of your shell or in slurm/site.sh"
+                    "in the #SBATCH lines, by sbatch, by a SLURM_ variable of your shell or in "
+                    f"{project.site_name()}"
                 )
                 return Reason(
                     f"srun starts nothing in this job ({refused[1]}): correct what the job asks for {asks}"
                 )
             if NO_COMMAND.match(line):
-                remedy = "correct activate_environment, SITE_CONTAINER or SITE_SRUN_ARGS in slurm/site.sh"
+                settings = "activate_environment, SITE_CONTAINER or SITE_SRUN_ARGS"
+                remedy = f"correct {settings} in {project.site_name()}"
                 return Reason(f"no rank could start, as a command was not found: {remedy}")
         for line in reversed(self._lines):
             lacking = NO_MODULE.search(line)
             if lacking:
-                remedy = "correct activate_environment in slurm/site.sh, or install it"
+                remedy = f"correct activate_environment in {project.site_name()}, or install it"
                 if self._is_plain:
                     remedy = (
-                        "leave activate_environment in slurm/site.sh to the kit, and give yours with --python"
+                        f"leave activate_environment in {project.site_name()} to the kit, and give yours "
+                        "with --python"
                     )
                 return Reason(f"the job's Python has no {lacking[1]}: {remedy}", exit_code=1)
         return None
@@ -319,7 +322,7 @@ def _remedy(error: str, ranks: int) -> str:
         return ": if the script starts its ranks itself, submit it with --one-process-per-node"
     # gloo wants the name of an interface: github.com/aws-samples/aws-do-eks/pull/51.
     if "Unable to find address for" in error:
-        return ": correct SITE_NETWORK_INTERFACE in slurm/site.sh, or GLOO_SOCKET_IFNAME"
+        return f": correct SITE_NETWORK_INTERFACE in {project.site_name()}, or GLOO_SOCKET_IFNAME"
     return ""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from manygpus import frozen_code, job_folder, launchers
+from manygpus import frozen_code, job_folder, launchers, project
 from manygpus.errors import UserError
 from manygpus.frozen_code import FrozenCode
 from manygpus.job_folder import Script
@@ -370,7 +370,7 @@ def _meeting_address(job: JobStart, resolve: Callable[[str], str | None]) -> str
         address = resolve(site_value)
         if address not in job.addresses:
             raise UserError(
-                f"MASTER_ADDR={site_value} of slurm/site.sh is {address or 'unknown'}, no address of "
+                f"MASTER_ADDR={site_value} of {project.site_name()} is {address or 'unknown'}, no address of "
                 f"{here}, where rank 0 runs: correct it, or leave it out."
             )
         return site_value
@@ -433,7 +433,7 @@ def begin(job: JobStart, script: Script | None, resolve: Callable[[str], str | N
     except OSError as error:
         raise UserError(
             f"{job.folder} cannot be created ({error.strerror}): set SITE_RESULTS_DIR or SITE_SCRATCH_DIR in "
-            "slurm/site.sh to a shared folder of yours."
+            f"{project.site_name()} to a shared folder of yours."
         ) from None
     if script:
         with suppress(OSError):  # a full disk

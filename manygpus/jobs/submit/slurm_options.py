@@ -134,15 +134,17 @@ def _options(setting: str, template: str, numbers: dict[str, int]) -> dict[str, 
         is_option = word.startswith("--") and value != ""
         if not is_option or (has_number and option not in numbers):
             raise UserError(
-                f"{setting} of slurm/site.sh has {word!r}: write options of sbatch with = and a value, as in "
-                f"{OPTION_TEMPLATES[setting]}. A %d may be in --{', --'.join(numbers)}."
+                f"{setting} of {project.site_name()} has {word!r}: write options of sbatch with = and a "
+                f"value, as in {OPTION_TEMPLATES[setting]}. A %d may be in --{', --'.join(numbers)}."
             )
         if setting == "SITE_MEM" and has_number and value != "%dG":
-            raise UserError(f"{setting} of slurm/site.sh has {word!r}: write GB, as in --{option}=%dG.")
+            raise UserError(
+                f"{setting} of {project.site_name()} has {word!r}: write GB, as in --{option}=%dG."
+            )
         options[option] = value.replace("%d", str(numbers.get(option)))
     if setting == "SITE_GPUS" and template and "%d" not in template:
         raise UserError(
-            f"SITE_GPUS of slurm/site.sh has no %d, so that every job would hold the same number of GPUs: "
-            f"write it as in {OPTION_TEMPLATES[setting]}."
+            f"SITE_GPUS of {project.site_name()} has no %d, so that every job would hold the same number of "
+            f"GPUs: write it as in {OPTION_TEMPLATES[setting]}."
         )
     return options

@@ -99,7 +99,8 @@ def sending(request: Request) -> Iterator[Submission]:
             folder that cannot be written to; after the call, if sbatch refuses the job, or does not
             say whether it has taken it.
     """
-    fix = "free the space, fix the permissions, or choose different folders (--results-dir, slurm/site.sh)."
+    folders = f"--results-dir, {project.site_name()}"
+    fix = f"free the space, fix the permissions, or choose different folders ({folders})."
     check(request)
     project.hide_results(request.site.results_dir)
     check_writable(request.results_dir / "runs", "results", fix)
