@@ -17,7 +17,6 @@ will do: it needs only the standard library, and checks the job's environment, t
 """
 
 import argparse
-import json
 import os
 import re
 import secrets
@@ -30,8 +29,8 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from manygpus import project
-from manygpus.config.command_line import Parser, at_least, given
+from manygpus import json_document, project
+from manygpus.config.command_line import Parser, add_json, at_least, given
 from manygpus.data.staging import SHARED_DATA_FIX
 from manygpus.errors import UserError, entrypoint, print_line, reason
 from manygpus.jobs import local_job, slurm
@@ -57,6 +56,8 @@ from manygpus.jobs.watch.job_status import NO_LOG, SlurmHandle
 from manygpus.record import records
 from manygpus.record.columns import DDP
 
+# Of schemas/doctor.json.
+SCHEMA_VERSION = 1
 LABELS = {OK: "OK", WARNING: "warning", FAULT: "fault"}
 JOB_SCRIPT = SCRIPTS / "doctor.sh"
 STAGE_SCRIPT = STAGES[DDP].script.parent / "slurm_submit.sh"
@@ -78,8 +79,9 @@ def main() -> int:
             _print_findings(check_findings)
     count = {level: sum(finding.level == level for finding in findings) for level in LABELS}
     if options.json:
-        document = {"findings": [finding._asdict() for finding in findings], "all_reduce": rows}
-        print_line(json.dumps(document, indent=1))
+        found = [finding._asdict() for finding in findings]
+        document = {"schema_version": SCHEMA_VERSION, "findings": found, "all_reduce": rows}
+        json_document.print_document(document)
     else:
         if rows:
             _print_all_reduce(rows)
@@ -147,7 +149,7 @@ def _parse() -> argparse.Namespace:
         help=f"first write {project.site_name()}, for jobs of --gpus and --nodes; if there is one, it "
         f"stays, and the proposal is {project.site_name()}.new",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    add_json(parser, "the findings")
     parser.add_argument(
         "--plain",
         metavar="PROGRAM",
