@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -21,11 +22,6 @@ from manygpus.signals import STOP_SIGNALS
 REPOSITORY = Path(__file__).resolve().parents[1]
 # False if the package is installed alone (project.py).
 IS_CHECKOUT = (REPOSITORY / "slurm" / "job_env.sh").is_file()
-# What `pip install` brings only if asked for (pyproject.toml), by the names that are imported.
-EXTRAS = {
-    "train": ("torch", "torchvision", "PIL", "tqdm"),
-    "reports": ("scipy", "tabulate", "jinja2", "matplotlib"),
-}
 # PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -241,11 +237,24 @@ def _explanation(error: Exception) -> str | None:
 def missing_package(error: ImportError) -> str:
     """Return which of the optional packages a command lacks, and how to get them; "" for other errors."""
     name = (error.name or "").partition(".")[0]
-    extra = next((extra for extra, packages in EXTRAS.items() if name in packages), "")
-    if IS_CHECKOUT or not extra:
-        return ""
-    packages = " ".join(EXTRAS[extra]).replace("PIL", "pillow")
-    return f"this needs {name}, of the extra manygpus[{extra}]: {sys.executable} -m pip install {packages}"
+    for extra, packages in _extras().items():
+        if name.replace("PIL", "pillow") in packages:
+            install = f"{sys.executable} -m pip install {' '.join(packages)}"
+            return f"this needs {name}, of the extra manygpus[{extra}]: {install}"
+    return ""
+
+
+def _extras() -> dict[str, list[str]]:
+    """Return the packages that `pip install` brings only if asked for, by extra; none in a checkout."""
+    extras: dict[str, list[str]] = {}
+    if IS_CHECKOUT:
+        return extras
+    with suppress(metadata.PackageNotFoundError):  # another Python runs the package (run_alone.py)
+        for requirement in metadata.requires("manygpus") or []:
+            optional = re.match(r"([\w.-]+).*; *extra *== *\W(\w+)", requirement)
+            if optional:
+                extras.setdefault(optional[2], []).append(optional[1])
+    return extras
 
 
 def _lacks_memory(error: BaseException) -> bool:
