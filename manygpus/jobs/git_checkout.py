@@ -53,8 +53,21 @@ def top_of(folder: Path) -> Path | None:
 
 def commit_of(checkout: Path) -> str:
     """Return the name of the commit, as `git describe --always` tells it; "" before the first one."""
+    return _answer(checkout, "describe", "--always")
+
+
+def version_of(folder: Path) -> tuple[str, str]:
+    """Return the commit of the code in a folder, with -dirty if it has changed since, and its top folder.
+
+    Each is "" where git cannot tell.
+    """
+    return _answer(folder, "describe", "--always", "--dirty"), _answer(folder, "rev-parse", "--show-toplevel")
+
+
+def _answer(folder: Path, *command: str) -> str:
+    """Return what git says in one line; "" if it cannot tell."""
     try:
-        return os.fsdecode(_git(checkout, "describe", "--always")).strip()
+        return os.fsdecode(_git(folder, *command)).strip()
     except GitError:
         return ""
 

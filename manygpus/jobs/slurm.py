@@ -371,6 +371,16 @@ def seconds(text: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + rest
 
 
+def time_in_words(seconds: float) -> str:
+    """Return a time as "75 s", "12 min", "3.5 h" or "2.5 days"."""
+    hours = seconds / 3600
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if hours < 2:
+        return f"{seconds / 60:.0f} min"
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
+
+
 def number_of_nodes(record: Mapping[str, str]) -> int | None:
     """Return how many nodes a job has, by the fields of its record; None if they do not say it."""
     number = re.match(r"\d+", record.get("NumNodes", ""))

@@ -29,6 +29,7 @@ from manygpus.data import staging
 from manygpus.errors import UserError, print_line
 from manygpus.files import check_writable, explained
 from manygpus.jobs import job_log, local_job, slurm
+from manygpus.jobs.git_checkout import version_of
 from manygpus.jobs.site import DEFAULT_MINUTES, read_site
 from manygpus.jobs.stages import STAGES, Resources, Stage, resources
 from manygpus.jobs.submit import freezing, job_script, partition_limits, waiting
@@ -171,12 +172,8 @@ def _script_here(request: Request) -> job_folder.Script:
     script = replace(script, run_name=request.run_name, array_element=request.in_job)
     if request.code:
         return script.with_code(request.code.code)
-    git = ("git", "-C", str(folder.resolve()))
-    return replace(
-        script,
-        commit=slurm.ask(*git, "describe", "--always", "--dirty").stdout.strip(),
-        repository=slurm.ask(*git, "rev-parse", "--show-toplevel").stdout.strip(),
-    )
+    commit, repository = version_of(folder.resolve())
+    return replace(script, commit=commit, repository=repository)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 
 from manygpus.jobs import local_job, slurm
 from manygpus.jobs.site import Site
-from manygpus.jobs.slurm import Trial, Wait
+from manygpus.jobs.slurm import Trial, Wait, time_in_words
 from manygpus.jobs.stages import Resources
 from manygpus.jobs.submit import partition_limits
 from manygpus.jobs.submit.request import NOT_FOR_SUBMITIT
@@ -46,16 +46,6 @@ def of_size(waits: Sequence[Wait], shape: Resources) -> list[float]:
     return [wait.seconds for wait in waits if (wait.nodes, wait.gpus) == (shape.nodes, shape.gpus)]
 
 
-def in_words(seconds: float) -> str:
-    """Return a time as "40 s", "12 min", "3.5 h" or "2.5 days"."""
-    hours = seconds / 3600
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if hours < 2:
-        return f"{seconds / 60:.0f} min"
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
-
-
 def is_now(moment: datetime) -> bool:
     """Return whether a start is so soon that nothing is before it."""
     return moment < datetime.now() + timedelta(minutes=1)
@@ -65,11 +55,11 @@ def from_now(moment: datetime) -> str:
     """Return a start as "now", or as "2026-11-29 01:44 (in 24 min)"."""
     if is_now(moment):
         return "now"
-    ahead = in_words((moment - datetime.now()).total_seconds())
+    ahead = time_in_words((moment - datetime.now()).total_seconds())
     return f"{moment:%Y-%m-%d %H:%M} (in {ahead})"
 
 
 def typical(seconds: Sequence[float]) -> str:
     """Return how long jobs have waited, as "3 min (the median of 7 jobs), at most 2.5 h"."""
-    median, longest = in_words(statistics.median(seconds)), in_words(max(seconds))
+    median, longest = time_in_words(statistics.median(seconds)), time_in_words(max(seconds))
     return f"{median} (the median of {len(seconds)} job(s)), at most {longest}"

@@ -19,7 +19,7 @@ from manygpus.jobs import job_log, local_job, slurm
 from manygpus.jobs.inside import outcome_rules
 from manygpus.jobs.inside.failure_reason import Evidence
 from manygpus.jobs.site import Site
-from manygpus.jobs.slurm import JobStatus
+from manygpus.jobs.slurm import JobStatus, time_in_words
 from manygpus.monitor import samples
 
 # The longest script with its arguments that a row shows, in characters, and how many of them are its last:
@@ -82,7 +82,7 @@ class JobRow:
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, in the order of `TITLES`."""
-        duration = UNKNOWN if self.seconds is None else _duration(self.seconds)
+        duration = UNKNOWN if self.seconds is None else time_in_words(self.seconds)
         name = self.name or UNKNOWN
         return (self.number, name, self.shown_script, self.state, duration, str(self.restarts), self.note)
 
@@ -279,14 +279,6 @@ def _script_words(script: Script) -> str:
     if len(words) <= MOST_OF_A_SCRIPT:
         return words
     return f"{words[: MOST_OF_A_SCRIPT - LAST_OF_A_SCRIPT - 3]}...{words[-LAST_OF_A_SCRIPT:]}"
-
-
-def _duration(seconds: float) -> str:
-    """Return a duration as 45 s, 12 min or 3 h 05 min."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _began_at(folder: Path) -> float:
