@@ -11,6 +11,7 @@ from conftest import ran, succeeded
 TELLS_ITS_PYTHON = """
 import os, sys, time
 print("rank of", os.uname().nodename, "uses", sys.prefix, flush=True)
+assert os.environ["VIRTUAL_ENV"] == sys.prefix
 time.sleep(0 if int(os.environ.get("SLURM_RESTART_COUNT", 0)) else 300)
 """
 ON_TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--mem=1G")
@@ -34,7 +35,10 @@ def test_each_node_has_the_environment_in_every_start_and_keeps_none(on_cluster:
     What a killed job has left is removed as well, but not the environment of a job that runs beside this one.
     """
     archive = packed_environment(on_cluster.folder)
-    on_cluster.site(f"SITE_STAGE_ENV='{archive}'\nSITE_STAGE_DIR=/dev/shm/mine\nSITE_MONITOR=off\n")
+    on_cluster.site(
+        f"SITE_STAGE_ENV='{archive}'\nSITE_STAGE_DIR=/dev/shm/mine\nSITE_MONITOR=off\n"
+        "export VIRTUAL_ENV=/that/of/the/shell\n"
+    )
     script = on_cluster.folder / "train.py"
     script.write_text(TELLS_ITS_PYTHON)
     succeeded(on_cluster.cluster.run(["srun", "--nodes=2", "--mem=100M", "sh", "-c", LEAVE_ONE]))

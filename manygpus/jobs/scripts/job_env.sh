@@ -229,6 +229,9 @@ stage_environment() {
         fail "${told:-SITE_STAGE_ENV could not be unpacked}"
     echo "$told"
     export PATH=$folder/bin:$PATH
+    # Tools look there for the environment that is active, as uv and conda do.
+    [[ ! ${VIRTUAL_ENV:-} ]] || export VIRTUAL_ENV=$folder
+    [[ ! ${CONDA_PREFIX:-} ]] || export CONDA_PREFIX=$folder
     hash -r
 }
 
