@@ -16,7 +16,7 @@ from pathlib import Path
 
 from manygpus import job_folder, json_document
 from manygpus.config.command_line import Parser, add_json, at_least, given, given_path
-from manygpus.errors import UserError, entrypoint, print_line, print_table
+from manygpus.errors import UserError, entrypoint, print_line
 from manygpus.files import explained
 from manygpus.jobs import job_log, local_job
 from manygpus.jobs.inside import failure_reason
@@ -75,17 +75,17 @@ def _print_verdict(job: str, as_json: bool) -> None:
     from manygpus.monitor import verdict_file, wording
     from manygpus.monitor.verdict import judge
 
-    with explained(f"job {job} cannot be read", "ask its owner for permission to read it."):
-        verdict = judge(_find_samples(job))
-    if as_json:
-        json_document.print_document(verdict_file.as_json(verdict))
-        return
-    name = job if Path(job).is_dir() else f"job {job}"
-    print_line("\n".join(wording.verdict_lines(verdict, name)))
-    runs = _runs_in(job)
-    if runs:
-        print_line("\nits runs, which have verdicts of their own, by their folders:")
-        print_table(runs)
+    runs = _runs_in(job) or {job if Path(job).is_dir() else f"job {job}": job}
+    if as_json and len(runs) > 1:
+        folders = ", ".join(runs.values())
+        raise UserError(f"job {job} is shared by several runs: give the folder of one of them ({folders}).")
+    for name, run in runs.items():
+        with explained(f"job {run} cannot be read", "ask its owner for permission to read it."):
+            verdict = judge(_find_samples(run))
+        if as_json:
+            json_document.print_document(verdict_file.as_json(verdict))
+            return
+        print_line("\n".join(wording.verdict_lines(verdict, name)))
 
 
 def _find_samples(job: str) -> Path:
@@ -127,14 +127,17 @@ def _find_array_element(job: str, jobs_dir: Path) -> Path:
     return _latest(folders, job, jobs_dir)
 
 
-def _runs_in(job: str) -> list[tuple[str, str]]:
-    """Return the name and the folder of each run of a sweep that shares this job, by the job's number."""
-    runs = []
+def _runs_in(job: str) -> dict[str, str]:
+    """Return the folders of the runs of a sweep that share the job with this number, by their names.
+
+    It is not sampled itself, but each of them is.
+    """
+    runs = {}
     for path in read_site().jobs_dir.glob(f"submitit/*/{job_folder.SCRIPT}"):
         script = job_folder.read_script(path.parent)
         if script and script.array_element == job:
-            runs.append((script.run_name, str(path.parent)))
-    return sorted(runs)
+            runs[script.run_name] = str(path.parent)
+    return dict(sorted(runs.items()))
 
 
 def _latest(folders: list[Path], job: str, jobs_dir: Path) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from checkout import Checkout, commit_of, wait_until
 from cluster import running_cluster
-from conftest import failed, succeeded
+from conftest import failed, one_error, succeeded
 from json_documents import document
 
 from manygpus.jobs.sweeps import progress_table
@@ -443,11 +443,11 @@ def test_a_shared_job_that_is_stopped_resumes_those_of_its_runs_that_have_saved(
     assert shown == dict.fromkeys("123", "ends after the stop"), done.stdout
     logs = [(sweep / f"train-1gpu-number{number}-r1" / "log.out").read_text() for number in "123"]
     assert all("gpu 0 threads 2\n" in text and "watch   " in text for text in logs), logs
-    # The verdict of their job names all of them, and where each has its own.
-    of_job = succeeded(on_cluster.python("slurm/monitor.py", "--verdict", job)).stdout
-    folders = dict(re.findall(r"^train-1gpu-number(\d)-r1 +(/.*)$", of_job, re.MULTILINE))
-    assert sorted(folders) == ["1", "2", "3"]
-    succeeded(on_cluster.python("slurm/monitor.py", "--verdict", folders["2"]))
+    # The verdict of their job is that of each.
+    of_job = ("slurm/monitor.py", "--verdict", job)
+    said = succeeded(on_cluster.python(*of_job)).stdout
+    assert all(f"train-1gpu-number{number}-r1 was watched for" in said for number in "123"), said
+    assert str(on_cluster.folder / "results" / "jobs") in one_error(on_cluster.python(*of_job, "--json"))
     # The first has begun twice.
     assert len([*sweep.glob("*/job/*_0_log.out")]) == 4
     asked = (sweep / "train-1gpu.sh").read_text()
