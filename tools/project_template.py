@@ -87,6 +87,14 @@ IN_JOB_SH = {
     "# For a script of your own, replace resumable_ddp.py with its name. Put the commands that prepare your "
     "Python (module\n# load, conda activate) before srun": "# Put the commands that prepare your Python "
     "(module load, conda activate) before\n# srun",
+    "one to train, three to load images": "one to train, the others to load images",
+    "# The ranks meet on": """\
+# Some sites count the cores by the GPU, and srun takes one of the two.
+cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_GPU:-1}}
+unset SLURM_CPUS_PER_GPU
+# The ranks meet on""",
+    "OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK": "OMP_NUM_THREADS=$cores",
+    '"$SLURM_CPUS_PER_TASK"': '"$cores"',
     "plain_slurm.sh": "job.sh",
     "resumable_ddp.py": "train.py",
 }

@@ -240,6 +240,30 @@ def test_a_new_project_runs_at_once(manygpus: Path, cluster: RunningCluster, tmp
         assert len(re.findall(r"^epoch 2: ", printed, re.MULTILINE)) == 1, printed
 
 
+def test_the_job_script_of_a_new_project_asks_as_its_site_wants(
+    manygpus: Path, cluster: RunningCluster, tmp_path: Path
+) -> None:
+    """By the GPU, where a plain job script would not know the cores of a rank."""
+    stranger = Stranger(tmp_path, manygpus, cluster)
+    of_all = tmp_path / "config" / "manygpus" / "site.sh"
+    of_all.parent.mkdir(parents=True)
+    of_all.write_text(
+        "SITE_GPUS=--gres=gpu:%d\nSITE_CPUS=--cpus-per-gpu=%d\nSITE_MEM=--mem-per-gpu=%dG\n"
+        "export SBATCH_PARTITION=urgent\n"
+    )
+    assert str(of_all) in succeeded(stranger.run("new", "mine")).stdout
+    project = stranger.project / "mine"
+    (project / "train.py").write_text(
+        'import os\nprint("rank", os.environ["RANK"], os.sched_getaffinity(0))\n'
+    )
+    python = f"PATH={stranger.python.parent}:$PATH"
+    sent = cluster.run(["bash", "-c", f"{python} sbatch --parsable job.sh"], cwd=project)
+    job = int(succeeded(sent).stdout)
+    assert cluster.wait(job)["Partition"] == "urgent"
+    log = (project / f"slurm-{job}.out").read_text()
+    assert sorted(re.findall(r"rank (\d) {\d+, \d+}\n", log)) == ["0", "1"], log
+
+
 @pytest.mark.parametrize(
     "settings", ["SITE_GPUS=--gres=gpu:2", "export SBATCH_PARTITON=gpu", "sleep 9 & exit 1"]
 )
