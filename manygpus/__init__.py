@@ -11,7 +11,10 @@ from importlib import import_module
 # with errors that do not say so.
 if sys.version_info < (3, 10):  # noqa: UP036
     version = sys.version.split()[0]
-    raise ImportError(f"the kit needs Python 3.10 or newer, and {sys.executable} is {version}")
+    problem = f"the kit needs Python 3.10 or newer, and {sys.executable} is {version}"
+    if sys.argv[0] == "-m":  # `python -m manygpus`, which would add where Python looks for modules
+        sys.exit(f"error: {problem}")
+    raise ImportError(problem)
 
 # Module -> its names; __init__.pyi says the same to editors and type checkers.
 _NAMES_OF = {

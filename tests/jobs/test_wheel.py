@@ -294,7 +294,7 @@ def test_the_scripts_own_options_stay_its_own(manygpus: Path, tmp_path: Path) ->
 
 
 def test_what_is_missing_is_one_sentence(manygpus: Path, tmp_path: Path) -> None:
-    """Slurm, a script, and packages that pip brings only if asked for."""
+    """Slurm, a script, packages that pip brings only if asked for, and a Python that is not too old."""
     stranger = Stranger(tmp_path, manygpus)
     assert "login node" in one_error(stranger.run("init"))
     assert not (stranger.project / "slurm").exists()
@@ -306,3 +306,12 @@ def test_what_is_missing_is_one_sentence(manygpus: Path, tmp_path: Path) -> None
         assert "-m pip install scipy tabulate jinja2 matplotlib" in one_error(stranger.run(command))
     assert "no job of this project" in one_error(stranger.run("why", 3))
     assert [path.name for path in stranger.project.iterdir()] == ["train.py"]
+    # As Python 3.6 says it, which RHEL 8 has, and as the shell does where there is no environment.
+    old = tmp_path / "python3.6"
+    old.write_text("#!/bin/sh\necho 'SyntaxError: future feature annotations is not defined' >&2\nexit 1\n")
+    old.chmod(0o755)
+    assert f"{old} for train is older" in stranger.run("doctor", "--python", old, "train.py").stdout
+    config = Path(stranger.environment["XDG_CONFIG_HOME"]) / "manygpus"
+    config.mkdir(parents=True)
+    (config / "site.sh").write_text("activate_environment() { PATH=/nowhere; }\n")
+    assert "there is no python for train" in stranger.run("doctor", "train.py").stdout

@@ -218,6 +218,12 @@ def test_each_command_explains_itself(name: str, tmp_path: Path) -> None:
     assert one_error(command(name, "--no-such-option", "17"))
 
 
+def test_an_old_python_is_one_sentence(tmp_path: Path) -> None:
+    """As runpy imports the package for `python -m manygpus`."""
+    old = "import sys; sys.version_info = (3, 9, 18); sys.argv[0] = '-m'; import manygpus"
+    assert "Python 3.10 or newer" in one_error(ran(sys.executable, "-c", old, cwd=tmp_path, env=ENVIRONMENT))
+
+
 def test_the_list_of_commands(tmp_path: Path) -> None:
     command = partial(ran, sys.executable, "-m", "manygpus", cwd=tmp_path, env=ENVIRONMENT)
     for arguments in ([], ["--help"]):

@@ -37,6 +37,9 @@ EXAMPLE = "slurm/site.example.sh" if project.IS_CHECKOUT else SCRIPTS / "site.ex
 # To load PyTorch for the first time from a shared file system may take so long.
 IMPORT_SECONDS = 180
 
+# The exit code of a shell that does not find what it is to run.
+NO_SUCH_COMMAND = 127
+
 # The oldest Python that the ranks of the doctor's job run with.
 OLDEST_PYTHON = [3, 10]
 
@@ -100,7 +103,9 @@ def check_slurm() -> list[Finding]:
     """Check that Slurm's programs are installed, and its controller answers."""
     why_not = slurm.why_not_here()
     if why_not:
-        fix = "go to the login node (some need `module load slurm`); without a cluster, run make cluster-up"
+        fix = "go to the login node (some need `module load slurm`)"
+        if project.IS_CHECKOUT:
+            fix += "; without a cluster, run make cluster-up"
         return [Finding("slurm", FAULT, f"there is no Slurm here: {why_not}", fix)]
     ping = slurm.ask("scontrol", "ping")
     # Of several controllers one will do.
@@ -156,11 +161,7 @@ def check_program(program: Program, arguments: Sequence[str]) -> ScriptCheck:
     if facts is None:
         if "srun's container" in done.stdout:
             return ScriptCheck([_only_in_srun()], python)
-        problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
-        message = f"{python} could not import what {program.label} imports: {problem}"
-        return ScriptCheck(
-            [Finding("script", FAULT, message, "try these imports by hand, with that Python")], python
-        )
+        return ScriptCheck([_of_no_facts(done, python, program)], python)
     findings = _of_environment(facts, program)
     problems = facts["problems"]
     findings += [_of_problem(problem, facts["python"], " ".join(program.name)) for problem in problems]
@@ -172,6 +173,18 @@ def check_program(program: Program, arguments: Sequence[str]) -> ScriptCheck:
         findings.append(Finding("environment", WARNING, message))
         python = "python"
     return ScriptCheck(findings, python)
+
+
+def _of_no_facts(done: subprocess.CompletedProcess[str], python: str, program: Program) -> Finding:
+    """Return why script_imports.py did not come to its end."""
+    other_python = "activate your environment before, or name its Python with --python"
+    if done.returncode == NO_SUCH_COMMAND:
+        return Finding("script", FAULT, f"there is no {python} for {program.label}", other_python)
+    if "future feature annotations" in done.stderr:
+        return Finding("script", FAULT, f"{python} for {program.label} is older than 3.7", other_python)
+    problem = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode}"
+    message = f"{python} could not import what {program.label} imports: {problem}"
+    return Finding("script", FAULT, message, "try these imports by hand, with that Python")
 
 
 def _what_ranks_lack(facts: dict) -> str:
