@@ -52,6 +52,9 @@ TRAININGS = {
     "whole": ((2,), "counted.py", "--accumulate", 1),
     "bf16-hook": ((2,), "compressed.py", "--hook", "bf16"),
     "powersgd": ((2,), "compressed.py", "--hook", "powersgd"),
+    # So wide, the network would have two buckets.
+    "powersgd-wide": ((2,), "compressed.py", "--hook", "powersgd", *WIDE),
+    "small-buckets": ((2,), "compressed.py", "--bucket-mb", 1, *WIDE),
     "fp16": ((2,), "overflow.py"),
     # A step per epoch: BatchNorm makes rounding errors grow faster. So does a narrow network here.
     "sync": ((1, 2), BY_FEATURE / "batchnorm.py", "--norm", "sync", "--train-size", 60, *WIDE),
@@ -202,6 +205,15 @@ def test_a_communication_hook_sends_fewer_bytes(trained: Callable) -> None:
     assert 3 * ranks <= sent["powersgd"] < 4 * ranks
     assert furthest(trained("bf16-hook", 2).weights, ddp.weights) < 100 * ROUNDING
     assert ROUNDING < furthest(trained("powersgd", 2).weights, ddp.weights) < 0.1
+
+
+def test_powersgd_over_gloo_has_one_bucket(trained: Callable) -> None:
+    """The calls of two get mixed up, and gloo then aborts the process."""
+    small = trained("small-buckets", 2)
+    gradients = 4 * sum(weights.numel() for weights in small.weights.values())
+    sent = trained("powersgd-wide", 2).printed
+    assert sent.count(f"sends {gradients}") == 2 * 3  # whole, by both ranks in the first three steps
+    assert {row["arguments"] for row in small.rows} == {"--bucket-mb=1"}
 
 
 def test_an_overflow_on_one_rank_is_a_step_that_all_leave_out(trained: Callable) -> None:

@@ -15,6 +15,7 @@ from manygpus import (
     Net,
     Options,
     Run,
+    at_least,
     augmentation,
     build_optimizer,
     destroy_distributed,
@@ -34,7 +35,13 @@ from manygpus import (
 @dataclass(frozen=True)
 class CompressedOptions(Options):
     hook: str = option("none", choices=("none", "bf16", "powersgd"), help="how the gradients are sent")
-    bucket_mb: int = option(25, metavar="MB", help="size of the buckets in which DDP sends the gradients")
+    bucket_mb: int | None = option(
+        None,
+        type=at_least(1),
+        metavar="MB",
+        help="size of the buckets in which DDP sends the gradients (default: first 1, then 25; PowerSGD with "
+        "gloo: all in one)",
+    )
 
 
 @entrypoint
@@ -57,9 +64,12 @@ def main() -> None:
     model = Net(opts.width).to(dist_env.device, memory_format=torch.channels_last)
     # DDP sends rank 0's weights to all ranks once, and averages the gradients over the ranks in every
     # backward pass, which keeps the weights equal. The bucket view saves a copy of the gradients.
-    model = nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=opts.bucket_mb
-    )
+    bucket_mb = opts.bucket_mb
+    if opts.hook == "powersgd" and dist_env.device.type == "cpu":
+        # PowerSGD makes several calls for a bucket. With gloo those of two buckets may overtake each other,
+        # and then the process aborts. So all gradients are in one.
+        bucket_mb = sum(weights.nbytes for weights in model.parameters()) / 2**20
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     # A communication hook replaces the all-reduce of each bucket.
     if opts.hook == "bf16":
         model.register_comm_hook(None, bf16_compress_hook)
