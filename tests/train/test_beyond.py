@@ -296,15 +296,20 @@ def test_data_parallel_by_hand_trains_as_the_plain_model(trained: Callable) -> N
 
 
 def test_the_programs_of_two_pages_run_on_ranks_of_their_own(script: Script, tmp_path: Path) -> None:
-    """What each rank says of itself, on two ranks; and unequal numbers of batches, which end equal."""
+    """What each rank says of itself, on two ranks; graphs by buckets; and unequal numbers of batches."""
+    programs = re.compile(r"^```python\n(import.*?)^```", re.DOTALL | re.MULTILINE)
+    compiled, join = programs.findall((BEYOND / "README.md").read_text())
+    *_, check = programs.findall((BEYOND.parent / "LAUNCHING.md").read_text())
     printed = {}
-    for name, page in (("check", BEYOND.parent / "LAUNCHING.md"), ("join", BEYOND / "README.md")):
-        *_, code = re.findall(r"^```python\n(import.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    for name, code in (("check", check), ("compiled", compiled), ("join", join)):
         (tmp_path / f"{name}.py").write_text(code)
         printed[name] = sorted(succeeded(script(tmp_path / f"{name}.py", ranks=2)).stdout.splitlines())
     for rank, line in enumerate(printed["check"]):
         assert line.startswith(f"rank {rank} of 2, local rank {rank}, on ")
         assert "CUDA_VISIBLE_DEVICES=" in line
+    graphs = {int(line.split()[2]): int(line.split()[4]) for line in printed["compiled"]}
+    assert graphs[1] > graphs[25] >= 1
+    assert all(float(line.split()[-1]) < ROUNDING for line in printed["compiled"])
     steps, weights = zip(*(line.split(" steps, weight ") for line in printed["join"]), strict=True)
     assert steps == ("rank 0: 3", "rank 1: 5") and len({*weights}) == 1
 
