@@ -14,6 +14,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "01_singlegpu/pictures/batch.svg": plots.batch,
     "01_singlegpu/pictures/ladder.svg": plots.one_gpu_ladder,
     "01_singlegpu/pictures/timelines.svg": plots.timelines,
+    "01_singlegpu/pictures/request.svg": schemes.request,
     "02_multigpu_dp/pictures/dp_and_ddp.svg": schemes.dp_and_ddp,
     "03_multigpu_ddp/pictures/scaling.svg": plots.scaling,
     "03_multigpu_ddp/pictures/learning_rate.svg": plots.learning_rate,

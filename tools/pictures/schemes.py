@@ -311,3 +311,42 @@ def what_fits() -> Picture:
         stroke="compute",
     )
     return picture
+
+
+def request() -> Picture:
+    """What eight lines of a job script ask for."""
+    picture = Picture("What eight #SBATCH lines ask for: nodes, tasks, GPUs, cores, memory, time, a log", 328)
+    lines = [
+        ("--partition=gpu", "waiting-tint", "waiting"),
+        ("--nodes=2", "paper", "ink"),
+        ("--ntasks-per-node=4", "neutral", "ink"),
+        ("--gpus-per-node=4", "compute-tint", "compute"),
+        ("--cpus-per-task=4", "second", "second"),
+        ("--mem=32G", "memory-tint", "memory"),
+        ("--time=00:30:00", "paper", "paper"),
+        ("--output=first-%j.log", "paper", "paper"),
+    ]
+    for number, (line, fill, stroke) in enumerate(lines):
+        top = 12 + 41 * number
+        picture.rect(8, top + 4, 16, 16, fill, stroke, radius=2)
+        picture.text(34, top + 17, f"#SBATCH {line}", code=True)
+    picture.rect(268, 8, 524, 244, None, "waiting", dashed=True)
+    picture.text(280, 28, "partition gpu: the nodes from which Slurm may choose")
+    for node in range(2):
+        left = 280 + 254 * node
+        picture.rect(left, 40, 246, 200, None, "ink")
+        picture.text(left + 123, 60, f"node {node + 1}", NORMAL, "middle", bold=True)
+        for task in range(4):
+            x = left + 8 + 58 * task
+            picture.rect(x, 70, 54, 120, "neutral", "ink")
+            picture.text(x + 27, 88, f"task {4 * node + task}", anchor="middle")
+            picture.box(x + 5, 98, 44, 30, "GPU", fill="compute-tint", stroke="compute")
+            for core in range(4):
+                picture.rect(x + 8 + 21 * (core % 2), 138 + 23 * (core // 2), 17, 17, "second", radius=2)
+        picture.box(
+            left + 8, 198, 228, 30, "32 GB of memory, for all tasks", fill="memory-tint", stroke="memory"
+        )
+    picture.arrow((268, 274), (792, 274), both=True)
+    picture.text(530, 292, "for 30 minutes at most: then Slurm ends the job", anchor="middle")
+    picture.text(530, 318, "what it prints goes to first-12.log, if its number is 12", anchor="middle")
+    return picture
