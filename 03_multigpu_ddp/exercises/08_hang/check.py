@@ -16,12 +16,12 @@ ANSWERS = """\
 # Before you start the script: how many of the three ranks will stand still?
 prediction = 3
 # While it hangs: the innermost line of train.py in the stack of each rank
-line_of_rank_0 = 44
-line_of_rank_1 = 30
-line_of_rank_2 = 44
+line_of_rank_0 = 46
+line_of_rank_1 = 46
+line_of_rank_2 = 32
 # The rank that is not in the collective of the others, and the line whose condition let it skip that one
-left = 1
-left_by = 63
+left = 2
+left_by = 65
 # What is wrong according to the watchdog's lines in the README: network, slow or mismatch?
 watchdog = mismatch
 """
@@ -61,11 +61,11 @@ IF = "        if error < best:\n            best = error\n            saved.appe
 SAVE = "            save(model)\n"
 ALWAYS = "        save(model)\n"
 WRONG = [
-    ("answers.txt", "rank_1 = 30", "rank_1 = 44", "`line_of_rank_1`: rank 1 is in a different line"),
-    ("answers.txt", "rank_0 = 44", "rank_0 = 66", "only calls"),
-    ("answers.txt", "rank_2 = 44", "rank_2 = 6371", "a line of PyTorch"),
-    ("answers.txt", "left = 1", "left = 0", "Rank 0 is in the same line as a second rank"),
-    ("answers.txt", "left_by = 63", "left_by = 42", "the condition"),
+    ("answers.txt", "rank_2 = 32", "rank_2 = 46", "`line_of_rank_2`: rank 2 is in a different line"),
+    ("answers.txt", "rank_0 = 46", "rank_0 = 68", "only calls"),
+    ("answers.txt", "rank_1 = 46", "rank_1 = 6371", "a line of PyTorch"),
+    ("answers.txt", "left = 2", "left = 0", "Rank 0 is in the same line as a second rank"),
+    ("answers.txt", "left_by = 65", "left_by = 44", "the condition"),
     ("answers.txt", "= mismatch", "= slow", "the same number"),
     ("answers.txt", "= mismatch", "= network", "the same number"),
     (SCRIPT, SUM, "", "wait for each other in vain"),
@@ -76,7 +76,7 @@ WRONG = [
 ]  # fmt: skip
 LINES = (Path(__file__).parent / "starter" / SCRIPT).read_text().splitlines()
 WHERE = {line.strip(): number for number, line in enumerate(LINES, start=1)}
-STANDS = [WHERE["dist.barrier()"], WHERE["dist.all_reduce(weights.grad)"], WHERE["dist.barrier()"]]
+STANDS = [WHERE["dist.barrier()"], WHERE["dist.barrier()"], WHERE["dist.all_reduce(weights.grad)"]]
 CALLS = WHERE["save(model)"], WHERE["average_gradients(model)"]
 LOWEST = [0, 1, 2, 3, 4]  # epochs
 
@@ -88,7 +88,7 @@ def check(workspace: Workspace) -> str:
     check_saved(run(workspace))
     return (
         f"The script runs to the end, and all ranks save together. You predicted that {prediction:.0f} ranks "
-        "would stand still: all three did. The error of rank 1 was worse than before, so rank 1 skipped the "
+        "would stand still: all three did. The error of rank 2 was worse than before, so rank 2 skipped the "
         "barrier, and waited in the next collective, which no other rank called. After half an hour, gloo's "
         "default timeout, an error would have named the lines that wait, not the line that is wrong. With "
         "NCCL, PyTorch's watchdog ends a job after ten minutes, and also names only the collective that "
@@ -108,11 +108,11 @@ def check_answers(answers: Answers) -> None:
             raise Wrong(
                 f"`{name}`: rank {rank} is in a different line. Its process is the one with `rank: {rank}`."
             )
-    if answers.number("left") != 1:
+    if answers.number("left") != 2:
         raise Wrong(f"Rank {answers['left']} is in the same line as a second rank. Which rank is alone?")
     if answers.number("left_by") != WHERE["if error < best:"]:
         raise Wrong(
-            "`left_by`: look for the condition that let ranks 0 and 2 reach the barrier, but not rank 1."
+            "`left_by`: look for the condition that let ranks 0 and 1 reach the barrier, but not rank 2."
         )
     if answers.word("watchdog", "network", "slow", "mismatch") != "mismatch":
         raise Wrong(

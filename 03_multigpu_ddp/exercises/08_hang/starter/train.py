@@ -1,5 +1,7 @@
 """Fit a line to the readings of three stations, one rank for each, and keep the best weights.
 
+Last year one line fitted all stations. This year one of them differs.
+
 Try: torchrun --standalone --nproc-per-node=3 exercises/08_hang/mine/train.py
 """
 
@@ -15,7 +17,7 @@ from torch import nn
 BEST = Path(__file__).resolve().parent / "best.pt"
 EPOCHS, STEPS = 8, 10
 # The slope at each station. The line is fitted to last year's readings and validated on this year's.
-LAST_YEAR, THIS_YEAR = (2.0, 2.0, 2.0), (1.9, 0.9, 2.0)
+LAST_YEAR, THIS_YEAR = (2.0, 2.0, 2.0), (1.9, 2.0, 0.9)
 
 
 def readings(slope: float) -> tuple[torch.Tensor, torch.Tensor]:
