@@ -8,6 +8,7 @@ runs, and trains nothing: that is `make compare`, which runs the three stages (r
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 from manygpus import project
@@ -52,6 +53,10 @@ COMMANDS = {
 
 def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        sys.exit("error: the folder that you are in has been deleted: cd to another one.")
     if name in COMMANDS:
         try:
             command = import_module(f"manygpus.{COMMANDS[name].module}")

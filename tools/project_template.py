@@ -90,11 +90,9 @@ IN_JOB_SH = {
     "one to train, three to load images": "one to train, the others to load images",
     "# The ranks meet on": """\
 # Some sites count the cores by the GPU, and srun takes one of the two.
-cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_GPU:-1}}
+SLURM_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_GPU:-1}}
 unset SLURM_CPUS_PER_GPU
 # The ranks meet on""",
-    "OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK": "OMP_NUM_THREADS=$cores",
-    '"$SLURM_CPUS_PER_TASK"': '"$cores"',
     "plain_slurm.sh": "job.sh",
     "resumable_ddp.py": "train.py",
 }

@@ -20,19 +20,19 @@ export MANYGPUS_JOB_DIR=${MANYGPUS_JOB_DIR:-job-$SLURM_JOB_ID}
 mkdir -p "$MANYGPUS_JOB_DIR"
 rm -f "$MANYGPUS_JOB_DIR/stopped"
 # Some sites count the cores by the GPU, and srun takes one of the two.
-cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_GPU:-1}}
+SLURM_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_PER_GPU:-1}}
 unset SLURM_CPUS_PER_GPU
 # The ranks meet on the first node, at a port that follows from the job's number.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
-export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$cores
+export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
 # Slurm sets the number of a rank in the process that srun starts. With single quotes that process reads it, not this
 # shell. --cpus-per-task is repeated, because with Slurm 22.05 to 23.02 srun does not take it from #SBATCH, and every
 # rank would share one core with its loader. If a rank fails, srun ends the others (--kill-on-bad-exit). With -u every
 # line is in the log at once, even if the rank is killed.
 # shellcheck disable=SC2016
-srun --cpus-per-task="$cores" --kill-on-bad-exit=1 --wait=60 bash -c '
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --wait=60 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID
     exec python -u train.py "$@"' bash "$@"
 

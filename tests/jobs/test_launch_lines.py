@@ -65,7 +65,7 @@ def test_a_job_script_to_read_has_the_launch_line_of_those_that_are_made(script:
     launch = script.read_text().partition("\nsrun ")[2].partition("\n\n")[0]
     options = re.findall(r"(?<=\s)--(?:cpus-per-task|kill|wait)\S*", f" {launch}")
     # Stages 01 and 02 are one process.
-    tasks = 2 if "03_multigpu_ddp" in script.parts else 1
+    tasks = 1 if {"01_singlegpu", "02_multigpu_dp"} & {*script.parts} else 2
     assert options == [slurm_options.CPUS, *slurm_options.srun_options(tasks)]
 
 

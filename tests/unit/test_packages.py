@@ -224,6 +224,13 @@ def test_an_old_python_is_one_sentence(tmp_path: Path) -> None:
     assert "Python 3.10 or newer" in one_error(ran(sys.executable, "-c", old, cwd=tmp_path, env=ENVIRONMENT))
 
 
+def test_in_a_deleted_folder_a_command_is_one_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    command = ("sh", "-c", 'rmdir ../gone; exec "$0" "$@"', sys.executable, "-m", "manygpus", "jobs")
+    assert "deleted" in one_error(ran(*command, cwd=folder, env=ENVIRONMENT))
+
+
 def test_the_list_of_commands(tmp_path: Path) -> None:
     command = partial(ran, sys.executable, "-m", "manygpus", cwd=tmp_path, env=ENVIRONMENT)
     for arguments in ([], ["--help"]):

@@ -46,7 +46,7 @@ class Sweep:
         opts: the options as they count at this `site`.
         minutes: the time limit of a run.
         why_here: why the runs are on this machine; "" if they go to Slurm.
-        command_to_resume: the command line that goes on with it after Ctrl-C.
+        command_to_resume: the command line that resumes it after Ctrl-C.
         gpus_here: the GPUs of this machine that they may use.
         places: how many runs this machine has at a time.
         per_job: how many runs share a job of Slurm at a time.
