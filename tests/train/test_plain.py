@@ -149,7 +149,7 @@ def test_torchrun_starts_all_ranks_again_and_they_resume(
     forking: Forking, few_images: Path, tmp_path: Path
 ) -> None:
     """With the launcher's options that the page gives, and the losses of a training without a failure."""
-    page = (RESUMABLE.parent / "STARTING.md").read_text()
+    page = (RESUMABLE.parent / "LAUNCHING.md").read_text()
     (options,) = re.findall(r"^torchrun (.*--max-restarts.*) resumable_ddp\.py", page, re.MULTILINE)
     once = tmp_path / "once"
     again = tmp_path / "again"
