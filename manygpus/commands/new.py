@@ -6,8 +6,8 @@ Where there is Slurm, it also asks how this cluster wants jobs to be requested, 
 Try: manygpus new my_project
 """
 
-import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,11 +47,17 @@ def main() -> int:
         shutil.copytree(TEMPLATE, folder, ignore=shutil.ignore_patterns("__pycache__"))
         readme = folder / "README.md"
         readme.write_text(readme.read_text().replace("PROJECT", folder.absolute().name, 1))
-    os.chdir(folder)
+    made = folder.absolute()
+    project.enter(made)
     exit_code = _write_site_file()
     script = Path(JOB_SCRIPT)
-    script.write_text(_with_requests(script.read_text(), _requests(read_site())))
-    print_line(f"{folder} is made: cd {folder}, and README.md says how to go on")
+    try:
+        requests = _requests(read_site())
+    except UserError:
+        shutil.rmtree(made)  # the site file, which is somewhere else, has to be corrected first
+        raise
+    script.write_text(_with_requests(script.read_text(), requests))
+    print_line(f"{folder} is made: cd {shlex.quote(str(folder))}, and README.md says how to go on")
     return exit_code
 
 

@@ -240,6 +240,21 @@ def test_a_new_project_runs_at_once(manygpus: Path, cluster: RunningCluster, tmp
         assert len(re.findall(r"^epoch 2: ", printed, re.MULTILINE)) == 1, printed
 
 
+def test_a_new_project_has_the_site_file_of_where_it_is(manygpus: Path, tmp_path: Path) -> None:
+    """Not that of where the command was given. With one that is wrong nothing is made."""
+    stranger = Stranger(tmp_path, manygpus)
+    site = stranger.project / "all projects" / "slurm" / "site.sh"
+    site.parent.mkdir(parents=True)
+    site.write_text("SITE_GPUS=--gres=gpu:2\n")
+    assert "SITE_GPUS" in one_error(stranger.run("new", "all projects/mine"))
+    site.write_text("export SBATCH_PARTITION=urgent\nSITE_GPUS=--gres=gpu:a100:%d\n")
+    assert "cd 'all projects/mine'" in succeeded(stranger.run("new", "all projects/mine")).stdout
+    lines = (stranger.project / "all projects" / "mine" / "job.sh").read_text().splitlines()
+    assert {"#SBATCH --partition=urgent", "#SBATCH --gres=gpu:a100:2"} <= {
+        line.split("  ")[0] for line in lines
+    }
+
+
 def test_the_job_script_of_a_new_project_asks_as_its_site_wants(
     manygpus: Path, cluster: RunningCluster, tmp_path: Path
 ) -> None:
