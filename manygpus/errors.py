@@ -24,6 +24,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 IS_CHECKOUT = (REPOSITORY / "slurm" / "job_env.sh").is_file()
 # PyTorch's errors of communication between ranks.
 DISTRIBUTED = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+# The extras of pyproject.toml that the commands of the package alone need. The others are for the course.
+OF_COMMANDS = ("train", "reports")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_MEMORY = "this process cannot get more memory: ask Slurm for more with --mem, or raise `ulimit -v`."
 
@@ -245,14 +247,14 @@ def missing_package(error: ImportError) -> str:
 
 
 def _extras() -> dict[str, list[str]]:
-    """Return the packages that `pip install` brings only if asked for, by extra; none in a checkout."""
+    """Return the packages of the extras of commands, by extra; none in a checkout."""
     extras: dict[str, list[str]] = {}
     if IS_CHECKOUT:
         return extras
     with suppress(metadata.PackageNotFoundError):  # another Python runs the package (run_alone.py)
         for requirement in metadata.requires("manygpus") or []:
             optional = re.match(r"([\w.-]+).*; *extra *== *\W(\w+)", requirement)
-            if optional:
+            if optional and optional[2] in OF_COMMANDS:
                 extras.setdefault(optional[2], []).append(optional[1])
     return extras
 
