@@ -46,8 +46,8 @@ OPTION_OF_FIELD = {
 # (22.05), is --gres=gpu:2. TresPerTask=gres/gpu=1 comes from --gpus-per-task=1, gres/gpu:1 from the same as
 # --tres-per-task, and either may be behind cpu=2.
 PART_OF_FIELD = {
-    "MemPerTres": "gres[/:]gpu:(.*)",
-    "TresPerJob": "gres[/:]gpu:(.*)",
+    "MemPerTres": "gres[/:]gpu[:=](.*)",
+    "TresPerJob": "gres[/:]gpu[:=](.*)",
     "TresPerNode": "gres[/:](.*)",
     "TresPerTask": "gres[/:]gpu[:=]([^,]*)",
 }
@@ -198,7 +198,8 @@ def avoid(findings: Findings, record: Mapping[str, str]) -> Avoidance:
         value = re.search(PART_OF_FIELD.get(name, "(.*)"), known.get(name, ""))
         if value and value[1]:
             # Newer releases write gpu:a100=1.
-            trial.append(f"--{option}={value[1].replace('=', ':')}")
+            asked = value[1].replace("=", ":") if name in PART_OF_FIELD else value[1]
+            trial.append(f"--{option}={asked}")
     trial.append(f"--exclude={excluded}")
     reason = f"back to the queue, without {', '.join(findings.slow)}: {'; '.join(findings.slow.values())}"
     return Avoidance(excluded=excluded, trial=trial, reason=reason)
