@@ -80,8 +80,14 @@ def _print_verdict(job: str, as_json: bool) -> None:
         folders = ", ".join(runs.values())
         raise UserError(f"job {job} is shared by several runs: give the folder of one of them ({folders}).")
     for name, run in runs.items():
-        with explained(f"job {run} cannot be read", "ask its owner for permission to read it."):
-            verdict = judge(_find_samples(run))
+        try:
+            with explained(f"job {run} cannot be read", "ask its owner for permission to read it."):
+                verdict = judge(_find_samples(run))
+        except UserError as error:
+            if len(runs) == 1:
+                raise
+            print_line(f"{name}: {error}")  # the other runs of the job have theirs
+            continue
         if as_json:
             json_document.print_document(verdict_file.as_json(verdict))
             return
