@@ -15,6 +15,7 @@ from manygpus import (
     Net,
     Options,
     Run,
+    UserError,
     at_least,
     augmentation,
     build_optimizer,
@@ -68,6 +69,8 @@ def main() -> None:
     if opts.hook == "powersgd" and dist_env.device.type == "cpu":
         # PowerSGD makes several calls for a bucket. With gloo those of two buckets may overtake each other,
         # and then the process aborts. So all gradients are in one.
+        if bucket_mb is not None:
+            raise UserError("--hook powersgd on CPUs has all gradients in one bucket: leave out --bucket-mb.")
         bucket_mb = sum(weights.nbytes for weights in model.parameters()) / 2**20
     model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     # A communication hook replaces the all-reduce of each bucket.
