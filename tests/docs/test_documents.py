@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from manygpus.checkpoint import sharded
 from manygpus.config.known_datasets import DEFAULT_DATA_DIR
 from manygpus.record import records
+from manygpus.workshop.sections import anchor_of
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -230,8 +231,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), name
         if anchor:  # GitHub makes them of the headings
             titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", target.read_text()), re.MULTILINE)
-            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-            assert anchor in anchors, f"{name}#{anchor}"
+            assert anchor in map(anchor_of, titles), f"{name}#{anchor}"
 
 
 def test_the_speed_of_a_training_is_that_of_long_epochs() -> None:
