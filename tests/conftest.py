@@ -67,6 +67,9 @@ os.environ.pop("HIP_VISIBLE_DEVICES", None)
 os.environ.pop("PYTHONUNBUFFERED", None)
 if version("torch").startswith(("2.4.", "2.5.")):  # which warn of their own torch.load
     os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
+# The options of the `make` that started the tests are none of those of a `make` that a test starts.
+for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS"):
+    os.environ.pop(name, None)
 os.environ["SITE_MONITOR"] = "off"  # where a test does not ask for it, by a site file: that saves time
 # Where Python finds sitecustomize.py. The workers of pytest-xdist inherit it.
 STARTUP = str(REPOSITORY / "tests" / "startup")

@@ -458,7 +458,7 @@ def test_a_healthy_cluster_has_no_fault(on_cluster: Callable, checkout: Checkout
     assert (
         found(report, "group", OK) == "all ranks met at n1, with gloo -> \nall ranks met at n1, with gloo -> "
     )
-    readme = (REPOSITORY / "slurm" / "README.md").read_text()
+    readme = (REPOSITORY / "slurm" / "SITE.md").read_text()
     assert f"\nOK       gpus         n1, n2: {virtual['message']}\n" in readme
     asked = "Slurm would accept the job (nothing was submitted): it would start at 20"
     assert found(report, "submission", OK).startswith(asked)

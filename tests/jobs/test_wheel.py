@@ -20,9 +20,10 @@ from packaging.requirements import Requirement
 
 from manygpus.jobs.submit import slurm_options
 
-# It saves every step, handles no signal, and the first time it never ends.
+# It saves every step, handles no signal, and the first time it never ends. PyTorch's threads abort some of
+# the runs that went well, on CPUs that are shared.
 TRAIN = """
-import argparse, time
+import argparse, os, time
 import torch, torch.distributed as dist
 
 parser = argparse.ArgumentParser()
@@ -39,6 +40,7 @@ for step in range(first, first + 3):
         print("step", step, "of", int(ranks), "ranks with lr", args.lr, flush=True)
 while not args.resume:
     time.sleep(1)
+os._exit(0)
 """
 
 # A step of the training of a new project. In its first start a job waits there for a signal.
