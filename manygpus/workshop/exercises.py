@@ -299,7 +299,7 @@ class Course:
             [
                 f"Core path: {bar}",
                 f"Next: {following.number} {following.name}, {following.minutes} minutes. "
-                f"Read first, {following.minutes_to_read} minutes:",
+                f"Read first, {following.minutes_to_read} min:",
                 *(f"  {relative(section.page)}: {section.title}" for section in following.sections),
                 f"Then do what {relative(following.readme)} says.",
             ]

@@ -271,7 +271,7 @@ def _check_commands(path: Path, text: str) -> None:
             f"mine/{JOB}: without `set -euo pipefail` the job continues after an error, and may end as if "
             "nothing had happened."
         )
-    if not re.search(r"^\s*srun\b", commands, re.MULTILINE):
+    if not re.search(r"^\s*(exec\s+)?srun\b", commands, re.MULTILINE):
         raise Wrong(f"mine/{JOB}: no line begins with srun, so Slurm does not start the training as a task.")
 
 
@@ -287,7 +287,8 @@ def _check_run(folder: Path, stage: Path, cores: str) -> None:
     if _run(folder / JOB, stage, cores, exit_code=FAILURE).exit_code == 0:
         raise Wrong(
             f"mine/{JOB}: when the training fails, the job ends as if it had gone well. The job has to wait "
-            "for srun and end with its exit code, so leave out `&` and `||`."
+            "for srun and end with its exit code, so leave out `&` and `||`, and write `set -euo pipefail` "
+            "before srun."
         )
 
 

@@ -146,6 +146,7 @@ STARTS_WITH = "`prediction`"
 SCRIPT = "train.py"
 LOG = "job.txt"
 SAVED = "last.pt"
+JOB = "job"  # the folder of the job, which is not that of the checkpoints
 AGREE = "    dist.all_reduce(received)\n"
 LEAVE = "            dist.barrier()  # no rank leaves before the file is complete\n            break\n"
 WRITE = "    torch.save(state, unfinished)\n    unfinished.replace(path)\n"
@@ -167,6 +168,12 @@ WRONG = [
     (SCRIPT, "    if last.exists():", "    if False:", "begins again with the first step"),
     (SCRIPT, WRITE, "    torch.save(state, path)\n", "kill -9 while it wrote"),
     (SCRIPT, TOUCH, "", "`stopped` is missing"),
+    (
+        SCRIPT,
+        '(JOB / "stopped").touch()',
+        'last.with_name("stopped").touch()',
+        "that the variable MANYGPUS_JOB_DIR",
+    ),
     (SCRIPT, END, "    (JOB / 'stopped').touch()\n" + END, "back to the queue forever"),
     (SCRIPT, LEAVE, "            raise SystemExit(1)\n", "takes the job for failed"),
     (SCRIPT, LEAVE, "            dist.barrier() if rank == 0 else None\n            break\n", "in vain"),
@@ -272,7 +279,7 @@ def _check_stops(workspace: Workspace, folder: Path, expected: list[Rank]) -> No
             "Write the checkpoint to a new file, and rename it to the old name when it is complete."
         )
     _compare(ranks, expected, begun)
-    if (folder / "stopped").exists():
+    if (folder / JOB / "stopped").exists():
         raise Wrong(
             "The training is done, and the file `stopped` is there: the job would go back to the queue "
             "forever. Make the file only after a signal."
@@ -323,12 +330,12 @@ def _stopped(workspace: Workspace, folder: Path, expected: list[Rank], begin: in
             "comes a minute before the end, and an epoch may take longer than that: after every step, or "
             "every ten, ask whether any rank has one."
         )
-    if not (folder / "stopped").exists():
+    if not (folder / JOB / "stopped").exists():
         raise Wrong(
             "After a stop the file `stopped` is missing in the folder that the variable MANYGPUS_JOB_DIR "
             "names, so the job script would not send the job back to the queue."
         )
-    (folder / "stopped").unlink()  # as the job script does
+    (folder / JOB / "stopped").unlink()  # as the job script does
     if not ranks[0].files:
         raise Wrong(f"After {name} no rank writes a checkpoint.")
     return done
@@ -401,7 +408,8 @@ def _run(workspace: Workspace, folder: Path, sent: Signal | None = None) -> list
     context = multiprocessing.get_context("fork")
     notes = [folder / f"rank-{rank}.notes" for rank in range(SIZE)]
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(SIZE)}
-    place["MANYGPUS_JOB_DIR"] = str(folder)
+    place["MANYGPUS_JOB_DIR"] = str(folder / JOB)
+    (folder / JOB).mkdir(exist_ok=True)
     processes = []
     with patch.dict(os.environ, place):
         for rank, path in enumerate(notes):
