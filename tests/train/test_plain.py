@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
-from conftest import AROUND, BY_FEATURE, ENVIRONMENT, REPOSITORY, STOPS, TESTED, ran, rows_of, succeeded
+from conftest import AROUND, BY_FEATURE, ENVIRONMENT, REPOSITORY, STOPS, TESTED, rows_of, succeeded
 from forking import Forking
 from torchvision import datasets, transforms
 
@@ -142,28 +142,6 @@ def test_a_script_that_is_killed_and_one_that_is_stopped_resume(
     )
     assert sum(values.numel() for values in first.values()) == 1_199_882 and "conv1.weight" in first
     assert all(torch.equal(first[name], second[name]) for name in first), killed_in
-
-
-@pytest.mark.full
-def test_torchrun_starts_all_ranks_again_and_they_resume(
-    forking: Forking, few_images: Path, tmp_path: Path
-) -> None:
-    """With the launcher's options that the page gives, and the losses of a training without a failure."""
-    page = (RESUMABLE.parent / "LAUNCHING.md").read_text()
-    (options,) = re.findall(r"^torchrun (.*--max-restarts.*) resumable_ddp\.py", page, re.MULTILINE)
-    once = tmp_path / "once"
-    again = tmp_path / "again"
-    once.mkdir()
-    again.mkdir()
-    script = (RESUMABLE, "--batch-size", 50, "--save-every", 4, "--num-workers", 0, "--data-dir", few_images)
-    env = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    lines = REPORT.findall(succeeded(forking.run(*script, ranks=2, env=env, cwd=once)).stdout)
-    # The second start has fewer steps left than 25.
-    command = ("-m", "torch.distributed.run", *options.split(), AROUND, "kill-in-step", 25, *script)
-    done = succeeded(ran(sys.executable, *command, env=env, cwd=again))
-    assert "resumed from checkpoints/resumable_ddp.pt: epoch 2, 4 of 20 steps done" in done.stdout
-    assert REPORT.findall(done.stdout) == lines
-    assert "exitcode: -9" in done.stderr
 
 
 @pytest.mark.parametrize(

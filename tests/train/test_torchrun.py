@@ -34,7 +34,7 @@ def start(text: str, folder: Path) -> subprocess.CompletedProcess:
 def test_by_hand_and_by_torchrun_on_several_machines(tmp_path: Path) -> None:
     """Both machines are this one; what comes out is the same to the last digit."""
     succeeded(start(commands("place="), tmp_path / "hand"))
-    first, second = commands("torchrun ").replace("=first ", "=localhost ").splitlines()
+    first, second = commands("torchrun --nnodes").replace("=first ", "=localhost ").splitlines()
     succeeded(start(f"export OMP_NUM_THREADS=1\n{second} &\n{first}", tmp_path / "torchrun"))
     (hand,), (torchrun,) = rows_of(tmp_path / "hand"), rows_of(tmp_path / "torchrun")
     assert (hand["launcher"], hand["world_size"], hand["nodes"]) == ("env", 2, 1)
