@@ -1,5 +1,6 @@
 """The exercises: the replies to the untouched starter, to typical wrong answers and to the solution."""
 
+import ast
 import json
 import re
 import runpy
@@ -133,6 +134,19 @@ def test_typical_wrong_answers_get_their_hints(folder: Path, learner: Callable[[
     is_wrong = [said.startswith("Wrong: ") for said in printed]
     assert is_wrong == [True] * (len(printed) - len(when_done)) + [False] * len(when_done), printed
     assert CHECKS[folder]["STARTS_WITH"] not in hints
+
+
+def test_time_limit_begins_with_the_solution_of_convert() -> None:
+    """But for what the files say of themselves: each exercise can be copied alone."""
+    folder = REPOSITORY / "03_multigpu_ddp" / "exercises"
+    convert = Exercise(folder / "06_convert")
+    begins = {"digits.py": (convert.folder / "starter" / "digits.py").read_text()} | convert.solution
+    for name in ("train.py", "digits.py"):
+        bodies = [
+            ast.unparse(ast.parse(text).body[1:])
+            for text in (begins[name], (folder / "07_time_limit" / "starter" / name).read_text())
+        ]
+        assert bodies[0] == bodies[1], name
 
 
 @pytest.mark.full
