@@ -226,11 +226,8 @@ def _exercises(folder: Path) -> str:
 
 
 def _learn(folder: Path) -> str:
-    """List the core path as `make learn` does for a beginner, without what it says of the machine."""
-    command = [sys.executable, "-m", "manygpus.workshop.learn"]
-    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    listed = re.search(r"^The core path.*?(?=\n\n)", printed, re.DOTALL | re.MULTILINE)[0]
-    return f"```\n{listed.replace('[x]', '[ ]')}\n```"
+    """List the core path as `make learn` does for a beginner."""
+    return f"```\n{Course(REPOSITORY).core_path().replace('[x]', '[ ]')}\n```"
 
 
 def _path(folder: Path, name: str) -> str:

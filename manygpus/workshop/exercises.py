@@ -268,6 +268,15 @@ class Course:
             for exercise in exercises
         )
 
+    def core_path(self) -> str:
+        """List the core path, under a line that says how long it takes."""
+        hours, minutes = divmod(self.minutes, 60)
+        extras = len(self.exercises) - len(self.core)
+        return (
+            f"The core path: {len(self.core)} exercises with their reading, {hours} h {minutes:02} min. "
+            f"{extras} more are extra.\n{self.listed(self.core)}"
+        )
+
     @property
     def minutes(self) -> int:
         """Return how long the core path takes: to read the sections, and to do the exercises."""
@@ -280,7 +289,8 @@ class Course:
         Whoever has left one out is not sent back to it before the end.
         """
         still_open = [exercise for exercise in self.core if exercise.folder in self._open]
-        furthest = max((e.number for e in self.core if e not in still_open), default=0)
+        done = [exercise for exercise in self.core if exercise not in still_open]
+        furthest = max((exercise.number for exercise in done), default=0)
         ahead = [exercise for exercise in still_open if exercise.number > furthest]
         return next(iter(ahead or still_open), None)
 

@@ -40,12 +40,7 @@ def main() -> None:
         print_line("Slurm   found: submit.py submits jobs")
 
     course = Course(REPOSITORY)
-    extras = len(course.exercises) - len(course.core)
-    hours, minutes = divmod(course.minutes, 60)
-    print_line(
-        f"\nThe core path: {len(course.core)} exercises with their reading, {hours} h {minutes:02} min. "
-        f"{extras} more are extra.\n{course.listed(course.core)}\n\n{course.progress()}"
-    )
+    print_line(f"\n{course.core_path()}\n\n{course.progress()}")
     if course.following is None:
         return
     activate = REPOSITORY / ".venv" / "bin" / "activate"
