@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -125,12 +126,7 @@ def _find_job(job: str) -> Path:
 
 def _find_array_element(job: str, jobs_dir: Path) -> Path:
     """Return the folder of a job of an array: it is called by a number of its own."""
-    folders = []
-    for path in jobs_dir.glob(f"[0-9]*/{job_folder.SCRIPT}"):
-        script = job_folder.read_script(path.parent)
-        if script and script.array_element == job:
-            folders.append(path.parent)
-    return _latest(folders, job, jobs_dir)
+    return _latest([folder for folder, _ in _of_array_element(job, jobs_dir, "[0-9]*")], job, jobs_dir)
 
 
 def _runs_in(job: str) -> dict[str, str]:
@@ -138,12 +134,16 @@ def _runs_in(job: str) -> dict[str, str]:
 
     It is not sampled itself, but each of them is.
     """
-    runs = {}
-    for path in read_site().jobs_dir.glob(f"submitit/*/{job_folder.SCRIPT}"):
+    found = _of_array_element(job, read_site().jobs_dir, "submitit/*")
+    return dict(sorted((script.run_name, str(folder)) for folder, script in found))
+
+
+def _of_array_element(job: str, jobs_dir: Path, folders: str) -> Iterator[tuple[Path, job_folder.Script]]:
+    """Find the folders, among those of a pattern, of what ran as this job of an array."""
+    for path in jobs_dir.glob(f"{folders}/{job_folder.SCRIPT}"):
         script = job_folder.read_script(path.parent)
         if script and script.array_element == job:
-            runs[script.run_name] = str(path.parent)
-    return dict(sorted(runs.items()))
+            yield path.parent, script
 
 
 def _latest(folders: list[Path], job: str, jobs_dir: Path) -> Path:

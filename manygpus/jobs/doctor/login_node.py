@@ -37,9 +37,6 @@ EXAMPLE = "slurm/site.example.sh" if project.IS_CHECKOUT else SCRIPTS / "site.ex
 # To load PyTorch for the first time from a shared file system may take so long.
 IMPORT_SECONDS = 180
 
-# The exit code of a shell that does not find what it is to run.
-NO_SUCH_COMMAND = 127
-
 # The oldest Python that the ranks of the doctor's job run with.
 OLDEST_PYTHON = [3, 10]
 
@@ -178,7 +175,7 @@ def check_program(program: Program, arguments: Sequence[str]) -> ScriptCheck:
 def _of_no_facts(done: subprocess.CompletedProcess[str], python: str, program: Program) -> Finding:
     """Return why script_imports.py did not come to its end."""
     other_python = "activate your environment before, or name its Python with --python"
-    if done.returncode == NO_SUCH_COMMAND:
+    if done.returncode == slurm.NOT_FOUND_EXIT_CODE:
         return Finding("script", FAULT, f"there is no {python} for {program.label}", other_python)
     if "future feature annotations" in done.stderr:
         return Finding("script", FAULT, f"{python} for {program.label} is older than 3.7", other_python)
