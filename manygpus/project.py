@@ -23,17 +23,11 @@ SITE_FILE = Path("slurm", "site.sh")
 
 @cache
 def folder() -> Path:
-    """Return the folder of the project, by the folder in which the program has begun, or has entered."""
+    """Return the folder of the project, by the folder in which the program first asks."""
     if IS_CHECKOUT:
         return REPOSITORY
     here = Path.cwd()
     return next((above for above in (here, *here.parents) if (above / SITE_FILE).exists()), here)
-
-
-def enter(new_folder: Path) -> None:
-    """Go to a folder, by which the project is found from now on: others have asked for it before."""
-    os.chdir(new_folder)
-    folder.cache_clear()
 
 
 def site_file() -> Path:

@@ -6,6 +6,7 @@ Where there is Slurm, it also asks how this cluster wants jobs to be requested, 
 Try: manygpus new my_project
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -48,7 +49,7 @@ def main() -> int:
         readme = folder / "README.md"
         readme.write_text(readme.read_text().replace("PROJECT", folder.absolute().name, 1))
     made = folder.absolute()
-    project.enter(made)
+    os.chdir(made)  # the project is found by it from now on
     exit_code = _write_site_file()
     script = Path(JOB_SCRIPT)
     try:

@@ -364,7 +364,7 @@ class Options:
 
     def settings(self) -> str:
         """Format the script's own options that shape the training without a column: `hidden=256 tied`."""
-        return in_words(
+        return settings_in_words(
             {
                 option.name: getattr(self, option.name)
                 for option in self._added()
@@ -384,7 +384,7 @@ class Options:
             and not option.metadata["column"]
             and getattr(self, option.name) != option.default
         }
-        return in_words(other)
+        return settings_in_words(other)
 
     def columns(self) -> dict[str, object]:
         """Return the columns of a record that are options."""
@@ -392,7 +392,7 @@ class Options:
         return {option.metadata["column"]: getattr(self, option.name) for option in recorded}
 
 
-def in_words(settings: dict[str, object]) -> str:
+def settings_in_words(settings: dict[str, object]) -> str:
     """Format settings as `hidden=256 tied`, without those that are None or switched off."""
     words = []
     for name, value in settings.items():

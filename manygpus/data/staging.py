@@ -27,9 +27,6 @@ from manygpus.config.known_datasets import DATASETS, DEFAULT_DATA_DIR
 from manygpus.errors import UserError, entrypoint, print_line
 from manygpus.files import explained, holder, lock
 
-# What to do where the nodes do not see the data that the login node has.
-SHARED_DATA_FIX = f"set SITE_DATA_DIR in {project.site_name()} to a folder that every node sees"
-
 # File -> its size in bytes and its MD5 sum.
 FILES = {
     "train-images-idx3-ubyte": (47_040_016, "6bbc9ace898e44ae57da46a324031adb"),
@@ -69,9 +66,14 @@ def check(dataset: str, data_dir: Path, read: bool = False) -> dict[str, bytearr
             option = "" if is_default else f" --data-dir {shlex.quote(str(data_dir.absolute()))}"
             fix = f"get it once, on a machine with internet, with: python -m manygpus.data.datasets{option}"
             if launchers.job_id():
-                fix += f"; if the login node has it there, {SHARED_DATA_FIX}"
+                fix += f"; if the login node has it there, {shared_data_fix()}"
             raise UserError(f"no usable MNIST in {data_dir} ({name} is {fault}): {fix}")
     return files
+
+
+def shared_data_fix() -> str:
+    """Return what to do where the nodes do not see the data that the login node has."""
+    return f"set SITE_DATA_DIR in {project.site_name()} to a folder that every node sees"
 
 
 def put_in_place(data_dir: Path) -> str:

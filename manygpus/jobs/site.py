@@ -23,11 +23,6 @@ OPTION_TEMPLATES = {
 # The time limit of a job where neither its user nor the site gives one; so in the stages' job scripts.
 DEFAULT_MINUTES = 30
 
-# What to do where the nodes do not see the same folders as the login node.
-SHARED_FOLDERS_FIX = (
-    f"set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in {project.site_name()} to folders that every node sees"
-)
-
 # Reading slurm/site.sh may take so long: some sites load modules there.
 SITE_FILE_SECONDS = 120
 # It prints the settings; its arguments are site_env.sh and the defaults of `OPTION_TEMPLATES`.
@@ -105,6 +100,13 @@ class Site(NamedTuple):
     def minutes(self) -> int | None:
         """Return SBATCH_TIMELIMIT in minutes, rounded up; None if it is not set, or no number of them."""
         return slurm.in_minutes(self.sbatch.get("SBATCH_TIMELIMIT", ""))
+
+
+def shared_folders_fix() -> str:
+    """Return what to do where the nodes do not see the same folders as the login node."""
+    return (
+        f"set SITE_RESULTS_DIR and SITE_SCRATCH_DIR in {project.site_name()} to folders that every node sees"
+    )
 
 
 def read_site(environment: Mapping[str, str] | None = None) -> Site:

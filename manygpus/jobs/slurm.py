@@ -17,8 +17,6 @@ from pathlib import Path
 from manygpus import launchers, project
 from manygpus.errors import UserError, reason
 
-# As sentences on a refusal name the site file.
-SITE_NAME = project.site_name()
 # A command of Slurm may take so long. Its own limit is mostly 10 seconds per try.
 ANSWER_SECONDS = 30
 TIMED_OUT_EXIT_CODE = 124
@@ -67,11 +65,11 @@ NO_REASON = "None"
 LAUNCH_FAILED = "launch_failed_requeued_held"
 
 # What Slurm says when it refuses a job (slurm_errno.c) or never starts it (NEVER), and what to do about
-# it; the first pattern found counts.
+# it; the first pattern found counts. `advice` puts in the name of the site file.
 REFUSALS = {
     # From Slurm 26.05; before, where one of the two names a kind of GPU.
     "--gres=gpu are mutually exclusive|with and without type": "ask for GPUs in one way "
-    f"only, that of SITE_GPUS in {SITE_NAME}, such as --gres=gpu:a100:%d: remove SBATCH_GRES from there and "
+    "only, that of SITE_GPUS in {site_file}, such as --gres=gpu:a100:%d: remove SBATCH_GRES from there and "
     "from your shell, and --gres from the command line; or, with sbatch, change the line #SBATCH "
     "--gpus-per-node in the job script",
     "configuration file": "unset SLURM_CONF, or set it to the path of slurm.conf",
@@ -83,31 +81,31 @@ REFUSALS = {
     "(QOS|Assoc)M(ax|in)": "ask for no more than your QOS and account allow; `sacctmgr show qos` and "
     "`sacctmgr show associations user=$USER` show the limits",
     # The second is what a site's own plugin may say, which names the option that it wants.
-    "mutually exclusive|--(gres|gpus|mem|cpus)": f"SITE_GPUS, SITE_CPUS and SITE_MEM in {SITE_NAME} "
+    "mutually exclusive|--(gres|gpus|mem|cpus)": "SITE_GPUS, SITE_CPUS and SITE_MEM in {site_file} "
     "say how this site wants GPUs, cores and memory requested (slurm/SITE.md); leave out options and "
     "SBATCH_* variables of a different form",
     "not_permitted_to_use_this_partition": "set SBATCH_QOS, SBATCH_ACCOUNT or SBATCH_PARTITION in "
-    f"{SITE_NAME}; `scontrol show partition` shows who may use which one",
-    "account": f"set SBATCH_ACCOUNT in {SITE_NAME} to one of yours, which `sacctmgr show associations "
+    "{site_file}; `scontrol show partition` shows who may use which one",
+    "account": "set SBATCH_ACCOUNT in {site_file} to one of yours, which `sacctmgr show associations "
     "user=$USER` lists",
-    "partition": f"set SBATCH_PARTITION in {SITE_NAME}, or sbatch --partition, to one that `sinfo -s` lists",
-    "qos": f"correct SBATCH_QOS in {SITE_NAME}; `sacctmgr show qos` lists them",
-    "reservation": f"correct SBATCH_RESERVATION in {SITE_NAME}; `scontrol show reservation` lists them",
-    "feature": f"correct SBATCH_CONSTRAINT in {SITE_NAME}; `sinfo -o '%N %f'` lists the features",
+    "partition": "set SBATCH_PARTITION in {site_file}, or sbatch --partition, to one that `sinfo -s` lists",
+    "qos": "correct SBATCH_QOS in {site_file}; `sacctmgr show qos` lists them",
+    "reservation": "correct SBATCH_RESERVATION in {site_file}; `scontrol show reservation` lists them",
+    "feature": "correct SBATCH_CONSTRAINT in {site_file}; `sinfo -o '%N %f'` lists the features",
     "generic resource": "this Slurm has no such GPUs, or requires their type; `sinfo -o '%P %N %G'` shows "
-    f"what it has, and SITE_GPUS in {SITE_NAME} says how to ask for it, such as --gpus-per-node=a100:%d",
-    "[Tt]ime ?[Ll]imit": f"ask for less --time, or set SBATCH_TIMELIMIT in {SITE_NAME} for all jobs; "
+    "what it has, and SITE_GPUS in {site_file} says how to ask for it, such as --gpus-per-node=a100:%d",
+    "[Tt]ime ?[Ll]imit": "ask for less --time, or set SBATCH_TIMELIMIT in {site_file} for all jobs; "
     "`sinfo -o '%P %l'` shows the limits",
     "contact": "see if `sinfo` answers, and submit again when it does",
-    "PartitionNodeLimit": f"ask for a different number of --nodes, or set SBATCH_PARTITION in {SITE_NAME}; "
+    "PartitionNodeLimit": "ask for a different number of --nodes, or set SBATCH_PARTITION in {site_file}; "
     "`sinfo -o '%P %s'` shows how many a job may have",
     "MaxMemPerLimit": "ask for fewer --gpus on a node, or less memory (export SBATCH_MEM_PER_NODE=4G in "
-    f"{SITE_NAME}); `scontrol show partition` shows the limit",
+    "{site_file}); `scontrol show partition` shows the limit",
     "configuration|PartitionConfig|Node ?[Cc]ount|[Mm]emory|CPU count": "ask for fewer "
     "--gpus, --nodes or cores, or less --mem or --time (`sinfo -o '%P %D %s %c %m %G %l'` shows the limits), "
     "or wait for a node that is down: `sinfo -R`",
     "": "ask your admin what it means (man sbatch); if this site wants GPUs, cores or memory requested in a "
-    f"different form, set SITE_GPUS, SITE_CPUS or SITE_MEM in {SITE_NAME}",
+    "different form, set SITE_GPUS, SITE_CPUS or SITE_MEM in {site_file}",
 }
 # What sbatch says where its job may be in the queue all the same, as the controller was busy (slurm_errno.c);
 # the last is submitit's, where it names no number.
@@ -447,7 +445,8 @@ def sbatch_message(text: str) -> str:
 def advice(refusal: str) -> str:
     """Return advice on a refusal by sbatch, its text in `refusal`, or on a reason that `NEVER` matches."""
     # The last pattern matches every text.
-    return next(fix for pattern, fix in REFUSALS.items() if re.search(pattern, refusal))
+    fix = next(fix for pattern, fix in REFUSALS.items() if re.search(pattern, refusal))
+    return fix.replace("{site_file}", project.site_name())
 
 
 def gpus_by_kind(gres: str) -> Counter[str]:

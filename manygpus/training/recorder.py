@@ -99,7 +99,7 @@ class Recorder:
             "lr": lr,
             "gamma": math.nan,
             "parameters": trained_weights(model),
-            "settings": options.in_words(settings or {}),
+            "settings": options.settings_in_words(settings or {}),
             "optimizer": training_identity.of_optimizer(self._optimizer),
             "schedule": training_identity.of_lr_scheduler(lr_scheduler),
             "network": training_identity.of_network({"model": model}),

@@ -102,12 +102,12 @@ def _rank(function: Callable, rank: int, size: int, store: Path | None, sender: 
     except Wrong as wrong:
         sender.send(Outcome(succeeded=False, result=str(wrong)))
     except Exception as error:
-        sender.send(Outcome(succeeded=False, result=in_words(rank, error)))
+        sender.send(Outcome(succeeded=False, result=error_in_words(rank, error)))
     # Others may still be about to meet this one.
     time.sleep(FOREVER_SECONDS)
 
 
-def in_words(rank: int, error: Exception) -> str:
+def error_in_words(rank: int, error: Exception) -> str:
     """Say where a rank failed: in the learner's program, if that was running."""
     frames = traceback.extract_tb(error.__traceback__)
     learner_frames = [frame for frame in frames if Path(frame.filename).parent.name == "mine"]

@@ -21,7 +21,7 @@ from manygpus.distributed import process_group
 from manygpus.errors import UserError
 from manygpus.jobs import site, slurm
 from manygpus.jobs.doctor import checkup, checkup_torch, cli, login_node, script_imports
-from manygpus.jobs.doctor.findings import FAULT, FIXES, OK, WARNING, Finding, findings_in, read_messages
+from manygpus.jobs.doctor.findings import FAULT, OK, WARNING, Finding, findings_in, fix_of, read_messages
 from manygpus.record.records import read_all_reduce
 
 # For what does not come to the job's Python: it takes seconds to import torch.
@@ -363,7 +363,7 @@ def test_a_folder_that_is_not_shared(
     [
         ("UserError('no usable MNIST in /data (x is missing): get it once')",
          {"message": "no usable MNIST in /data (x is missing)", "fix": "get it once"}),
-        ("ImportError('no libnccl.so.2')", {"message": "no libnccl.so.2", "fix": FIXES["software"]}),
+        ("ImportError('no libnccl.so.2')", {"message": "no libnccl.so.2", "fix": fix_of("software")}),
         ("RuntimeError()", {"message": "RuntimeError()"}),
     ],
 )  # fmt: skip

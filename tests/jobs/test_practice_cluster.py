@@ -18,7 +18,7 @@ from checkout import copy_project
 from cluster import PROGRAM, SLURM, RunningCluster, run_program, running_cluster
 from conftest import ENVIRONMENT, NO_CLUSTER, REPOSITORY, ran, succeeded
 
-from manygpus.jobs.doctor.findings import in_words
+from manygpus.jobs.doctor.findings import size_in_words
 from manygpus.record.records import read_all_reduce
 
 DAEMON = pwd.getpwnam("daemon").pw_uid  # newer Slurm (seen: 26.05) refuses nobody
@@ -210,7 +210,7 @@ def test_communication_takes_as_long_as_the_network_lets_it(cluster: RunningClus
         assert seconds > (size - AT_ONCE) / BYTES_PER_S
     slower = [finding for finding in report["findings"] if "slower than gigabit" in finding["message"]]
     assert [finding["level"] for finding in slower] == ["warning"]
-    assert f"GB/s at {in_words(max(measured))}" in slower[0]["message"]
+    assert f"GB/s at {size_in_words(max(measured))}" in slower[0]["message"]
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from manygpus.data import synthetic
 from manygpus.jobs import slurm
 from manygpus.launchers import free_port
 from manygpus.process import end_with
-from manygpus.workshop.ranks import IN_VAIN, TIMEOUT, in_words
+from manygpus.workshop.ranks import IN_VAIN, TIMEOUT, error_in_words
 from manygpus.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
@@ -506,7 +506,7 @@ def _be_a_rank(workspace: Workspace, folder: Path, rank: int, path: Path, sent: 
             program = workspace.module(SCRIPT)
             note("results", program.main(["--epochs", str(EPOCHS), "--folder", str(folder)]) or [])
     except Exception as error:
-        note("failure", str(error) if isinstance(error, Wrong) else in_words(rank, error))
+        note("failure", str(error) if isinstance(error, Wrong) else error_in_words(rank, error))
         raise
 
 

@@ -20,13 +20,12 @@ from manygpus.distributed import host_names
 from manygpus.errors import UserError, entrypoint, first_line
 from manygpus.jobs.doctor.findings import (
     FAULT,
-    FIXES,
     OK,
     STEP_SECONDS,
-    TO_THE_ADMIN,
     WARNING,
     Finding,
     fault_from,
+    fix_of,
     has_fault,
     send,
 )
@@ -103,7 +102,7 @@ def _step(step: str, check: Callable[..., Iterable[Finding]], *arguments: object
     Return whether there is no fault. Only one rank of a node reports success.
     """
 
-    fix = FIXES.get(step, TO_THE_ADMIN)
+    fix = fix_of(step)
 
     def report(finding: Finding) -> None:
         rank = None if finding.level == OK else int(os.environ["SLURM_PROCID"])
@@ -162,7 +161,7 @@ def _names() -> Iterator[Finding]:
 def _leave_notes(folders: dict[str, Path]) -> list[Finding]:
     """Leave a file in each shared folder, for the other nodes to see; the doctor removes it."""
     for name, folder in folders.items():
-        files.check_writable(folder, f"the {name} folder's files", FIXES["folders"])
+        files.check_writable(folder, f"the {name} folder's files", fix_of("folders"))
         (folder / NOTE.format(job=os.environ["SLURM_JOB_ID"], node=node())).touch()
     return []
 
@@ -178,7 +177,7 @@ def _look_for_notes(folders: dict[str, Path], nodes: int) -> Iterator[Finding]:
             seen = len(list(folder.glob(pattern)))
         if seen < nodes:
             message = f"sees the files of {seen} of {nodes} nodes in the {name} folder: it is not shared"
-            yield Finding("folders", FAULT, message, FIXES["folders"])
+            yield Finding("folders", FAULT, message, fix_of("folders"))
     yield Finding(
         "folders", OK, "can write to the results and job folders, and sees the files of the other nodes"
     )

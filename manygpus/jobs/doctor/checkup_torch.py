@@ -19,14 +19,14 @@ from manygpus import devices, launchers, project
 from manygpus.distributed import process_group
 from manygpus.jobs.doctor.findings import (
     FAULT,
-    FIXES,
     OK,
     STEP_SECONDS,
     WARNING,
     Finding,
+    fix_of,
     for_the_cpu_only,
-    in_words,
     send,
+    size_in_words,
 )
 from manygpus.launchers import node
 from manygpus.training import clock
@@ -151,8 +151,8 @@ def all_reduce(nodes: int) -> Iterator[Finding]:
     for size_bytes in SIZES_BYTES:
         wrong = _wrong_sums(size_bytes, chosen)
         if wrong:
-            message = f"{wrong} of the sums over all ranks are wrong, at {in_words(size_bytes)}"
-            yield Finding("all-reduce", FAULT, message, FIXES["all-reduce"])
+            message = f"{wrong} of the sums over all ranks are wrong, at {size_in_words(size_bytes)}"
+            yield Finding("all-reduce", FAULT, message, fix_of("all-reduce"))
         # Where they are wrong on any rank, all ranks stop here.
         if any(process_group.gather(wrong)):
             return
@@ -201,7 +201,7 @@ def bus_gb_s(size_bytes: int, seconds: float, world_size: int) -> float:
 
 def _network_finding(rows: list[dict], nodes: int) -> Finding:
     rate = rows[-1]["bus_gb_s"]
-    message = f"correct; bus bandwidth {rate:.2f} GB/s at {in_words(rows[-1]['bytes'])}"
+    message = f"correct; bus bandwidth {rate:.2f} GB/s at {size_in_words(rows[-1]['bytes'])}"
     if rate < SLOW_NETWORK_GB_S and nodes > 1:
         fix = f"check that the ranks use the fast network (SITE_NETWORK_INTERFACE in {project.site_name()})"
         return Finding("all-reduce", WARNING, f"{message}: slower than gigabit Ethernet", fix)

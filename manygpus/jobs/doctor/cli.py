@@ -31,23 +31,23 @@ from pathlib import Path
 
 from manygpus import json_document, project
 from manygpus.config.command_line import Parser, add_json, at_least, given
-from manygpus.data.staging import SHARED_DATA_FIX
+from manygpus.data.staging import shared_data_fix
 from manygpus.errors import UserError, entrypoint, print_line, reason
 from manygpus.jobs import local_job, slurm
 from manygpus.jobs.doctor import login_node, site_file
 from manygpus.jobs.doctor.checkup import NOTE
 from manygpus.jobs.doctor.findings import (
     FAULT,
-    FIXES,
     OK,
     WARNING,
     Finding,
     findings_in,
+    fix_of,
     has_fault,
-    in_words,
     read_messages,
+    size_in_words,
 )
-from manygpus.jobs.site import DEFAULT_MINUTES, OPTION_TEMPLATES, SCRIPTS, SHARED_FOLDERS_FIX, Site
+from manygpus.jobs.site import DEFAULT_MINUTES, OPTION_TEMPLATES, SCRIPTS, Site, shared_folders_fix
 from manygpus.jobs.stages import STAGES, resources
 from manygpus.jobs.submit import partition_limits
 from manygpus.jobs.submit.slurm_options import of_variables, sbatch_options
@@ -115,7 +115,7 @@ def _seen_by(findings: list[Finding]) -> str:
 def _print_all_reduce(rows: list[dict]) -> None:
     print_line("\nall-reduce     time ms   bus GB/s")
     for row in rows:
-        size = in_words(row["bytes"])
+        size = size_in_words(row["bytes"])
         milliseconds = 1000 * row["seconds"]
         print_line(f"{size:>10} {milliseconds:11.3f} {row['bus_gb_s']:10.3f}")
     print_line("the most that links carry: see 03_multigpu_ddp/SCALING.md#how-fast-is-the-network")
@@ -227,7 +227,7 @@ def _with_shared_data(finding: Finding) -> Finding:
     """Return what a rank has found; of data that only the login node has, with the remedy for that."""
     if (finding.check, finding.level) != ("data", FAULT):
         return finding
-    return finding._replace(fix=SHARED_DATA_FIX)
+    return finding._replace(fix=shared_data_fix())
 
 
 def _check_submission(options: argparse.Namespace, site: Site) -> list[Finding]:
@@ -323,7 +323,7 @@ def findings_of_ranks(messages: list[dict], log: Path) -> list[Finding]:
     versions = {finding.message for finding in findings if finding.check == "software"}
     if len(versions) > 1:
         message = "the software is not the same on every node"
-        findings.append(Finding("software", FAULT, message, FIXES["software"]))
+        findings.append(Finding("software", FAULT, message, fix_of("software")))
     world_size = max(message.get("size", 0) for message in messages)
     ended = {message["rank"] for message in messages if "ended" in message}
     silent = sorted(set(range(world_size)) - ended)
@@ -420,7 +420,7 @@ def _wait_for(job: SlurmHandle, most_seconds: float) -> Finding:
         state = job.state()
     if job.left_no_log:
         message = f"job {job.job_id} has ended ({job.status.state}): {NO_LOG.format(folder=job.log.parent)}"
-        return Finding("job", FAULT, message, SHARED_FOLDERS_FIX)
+        return Finding("job", FAULT, message, shared_folders_fix())
     if state.name == "failed":
         return Finding("job", FAULT, f"job {job.job_id} failed: {state.detail}", f"see {job.log}")
     return Finding("job", OK, f"job {job.job_id} ran")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from manygpus import project
-from manygpus.jobs.site import SHARED_FOLDERS_FIX
+from manygpus.jobs.site import shared_folders_fix
 
 OK, WARNING, FAULT = "ok", "warning", "fault"
 # The prefix of every line for the doctor.
@@ -20,15 +20,6 @@ MARK = "checkup "
 # The limit of a step. CUDA and NCCL may need minutes to start on eight idle GPUs (without persistence mode),
 # and the ranks then reach the group minutes apart.
 STEP_SECONDS = 180
-# What to do about an error that does not say so itself.
-FIXES = {
-    "folders": SHARED_FOLDERS_FIX,
-    "software": f"have activate_environment in {project.site_name()} choose one environment for all nodes",
-    "gpus": "look at `nvidia-smi` on that node, and report it to your admin",
-    "group": "fix the faults in ranks and names first; then try SITE_NETWORK_INTERFACE or NCCL_DEBUG=INFO",
-    "all-reduce": "do not train there, and tell your admin; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 may help",
-}
-TO_THE_ADMIN = "report it to your admin"
 
 
 class Finding(NamedTuple):
@@ -49,6 +40,21 @@ class Finding(NamedTuple):
     fix: str = ""
     node: str | None = None
     rank: int | None = None
+
+
+def fix_of(check: str) -> str:
+    """Return what to do about an error in a check, if the error does not say so itself."""
+    site_file = project.site_name()
+    fixes = {
+        "folders": shared_folders_fix(),
+        "software": f"have activate_environment in {site_file} choose one environment for all nodes",
+        "gpus": "look at `nvidia-smi` on that node, and report it to your admin",
+        "group": "fix the faults in ranks and names first; then try SITE_NETWORK_INTERFACE or "
+        "NCCL_DEBUG=INFO",
+        "all-reduce": "do not train there, and tell your admin; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 "
+        "may help",
+    }
+    return fixes.get(check, "report it to your admin")
 
 
 def has_fault(findings: Iterable[Finding]) -> bool:
@@ -91,7 +97,7 @@ def send(**facts: object) -> None:
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
-def in_words(number_of_bytes: int) -> str:
+def size_in_words(number_of_bytes: int) -> str:
     """Format a size such as 4 MB."""
     if number_of_bytes < 2**20:
         return f"{number_of_bytes // 2**10} KB"

@@ -25,7 +25,7 @@ from manygpus.jobs.doctor.findings import (
     for_the_cpu_only,
     read_messages,
 )
-from manygpus.jobs.site import SCRIPTS, SHARED_FOLDERS_FIX, Site, read_site
+from manygpus.jobs.site import SCRIPTS, Site, read_site, shared_folders_fix
 from manygpus.jobs.stages import STAGES, resources
 from manygpus.jobs.submit.slurm_options import sbatch_options
 from manygpus.jobs.user_program import Program, without_the_kit
@@ -272,8 +272,8 @@ def _last_words(complaints: str) -> str:
 def check_folders(site: Site) -> list[Finding]:
     """Check that the folders that jobs write to are writable."""
     folders = {
-        "results": (site.results_dir, SHARED_FOLDERS_FIX),
-        "checkpoints": (site.jobs_dir, SHARED_FOLDERS_FIX),
+        "results": (site.results_dir, shared_folders_fix()),
+        "checkpoints": (site.jobs_dir, shared_folders_fix()),
     }
     if project.IS_CHECKOUT:
         # Those of `sbatch slurm_submit.sh`.

@@ -25,7 +25,7 @@ from manygpus.job_folder import Outcome
 from manygpus.jobs import job_log, slurm
 from manygpus.jobs.inside import outcome_rules
 from manygpus.jobs.inside.failure_reason import Evidence
-from manygpus.jobs.site import SHARED_FOLDERS_FIX
+from manygpus.jobs.site import shared_folders_fix
 from manygpus.jobs.slurm import COMPLETED, FAILED, GONE, PREEMPTED, QUEUED, UNKNOWN, JobStatus
 from manygpus.monitor import samples
 
@@ -323,7 +323,7 @@ class SlurmHandle(Handle):
 
     @property
     def _no_log(self) -> str:
-        return f"{NO_LOG.format(folder=self.log.parent)}: {SHARED_FOLDERS_FIX}"
+        return f"{NO_LOG.format(folder=self.log.parent)}: {shared_folders_fix()}"
 
     def _failed(self, outcome: Outcome | None) -> State:
         state = self.status.state
