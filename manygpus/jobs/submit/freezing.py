@@ -312,7 +312,10 @@ def _plan(stage: Stage, copy: Path, latest: Path) -> PlannedCopy:
     selection = select(checkout, listing)
     is_installed = folder != stage.script.parent
     if not is_installed and _name_in(checkout, stage.script) not in selection.files:
-        raise NotFrozenError(f"git ignores {stage.script}, or it is larger than {MOST_MB_OF_A_FILE} MB")
+        raise NotFrozenError(
+            f"git ignores {stage.script}, it is larger than {MOST_MB_OF_A_FILE} MB, or it is a link out of "
+            "its checkout"
+        )
     commit = commit_of(checkout)
     changed = changed_since_the_commit(checkout) if commit else listing.tracked
     below = sent_from.relative_to(checkout) if sent_from.is_relative_to(checkout) else Path()
