@@ -22,7 +22,7 @@ import pictures
 import project_template
 import pytest
 import torch
-from conftest import BEYOND, ENVIRONMENT, REPOSITORY, STAGES, ran, succeeded
+from conftest import BEYOND, ENVIRONMENT, REPOSITORY, ran, succeeded
 from forking import Forking
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -349,21 +349,6 @@ def test_bench_measures_the_ladder(forking: Forking) -> None:
     ladder = REPOSITORY / "tools" / "bench" / "ladder.py"
     done = succeeded(forking.run(ladder, 5, "--steps", 2, env=ENVIRONMENT, cwd=REPOSITORY))
     assert float(done.stdout) > 0
-
-
-def test_the_lines_that_a_lesson_compares_stand_in_the_job_scripts() -> None:
-    folder = STAGES["ddp"].parent
-    table = (folder / "LAUNCHING.md").read_text().partition("| a line of [slurm_submit.sh]")[2]
-    rows = table.partition("\n\n")[0].splitlines()[2:]
-    assert len(rows) >= 8
-    for row in rows:
-        ours, alone = row.removeprefix("| ").split(" | ")[:2]
-        alone = ours if alone == "the same" else alone
-        for code in re.findall(r"`([^`]+)`", ours):
-            assert code in (folder / "slurm_submit.sh").read_text()
-        if not alone.startswith("not there"):
-            for code in re.findall(r"`([^`]+)`", alone):
-                assert code in (folder / "plain_slurm.sh").read_text()
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
