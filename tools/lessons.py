@@ -3,10 +3,9 @@
 A quote stands between `<!-- quote: SOURCE -->` and `<!-- end quote -->`, where SOURCE is `diff A B`, `lines
 FILE "FIRST" "LAST"` (of a .py or .sh: from the line that contains FIRST to the next that contains LAST),
 `table FILE` (.md or .csv), `comparison RUNS.csv`, either with `"A, B, ..."` of these columns, of one column
-of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of the medians in any other CSV
-`medians FILE.csv "ROWS, ..." COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, what a program
-has printed `output FILE.txt`, the `exercises` of the page's folder, those of the core path as `make learn`
-lists them (`learn`), the core `path PAGE` through a page, the `timetable` of a course, or `bench TOOL
+of that comparison `pivot RUNS.csv ROWS COLUMNS VALUES "CONDITION"`, of a job's samples `verdict FOLDER`, what
+a program has printed `output FILE.txt`, the `exercises` of the page's folder, those of the core path as `make
+learn` lists them (`learn`), the core `path PAGE` through a page, the `timetable` of a course, or `bench TOOL
 FILE.csv ...`, the table that a tool in tools/bench makes of what it has written, by its function `table` or,
 with `TOOL.FUNCTION`, by another. Paths are relative to the README. Run this file (`make lessons`) to bring
 all up to date, the pictures that tools/pictures draws, and what `manygpus new` copies (project_template.py).
@@ -93,7 +92,6 @@ def up_to_date(readme: Path) -> str:
             "table": _table,
             "comparison": _comparison,
             "pivot": _pivot,
-            "medians": _medians,
             "verdict": _verdict,
             "output": _output,
             "exercises": _exercises,
@@ -183,22 +181,10 @@ def _compared(runs: Path) -> pd.DataFrame:
 def _pivot(folder: Path, name: str, rows: str, columns: str, values: str, condition: str) -> str:
     """A table of one column of the comparison of runs, by two others."""
     table = _compared(folder / name).query(condition).pivot_table(values, rows, columns)
-    return _cells(table)
-
-
-def _medians(folder: Path, name: str, rows: str, columns: str, values: str, condition: str) -> str:
-    """A table of the medians of one column, by others, in the order in which the file has them."""
-    chosen = pd.read_csv(folder / name).query(condition)
-    return _cells(chosen.pivot_table(values, rows.split(", "), columns, aggfunc="median", sort=False))
-
-
-def _cells(table: pd.DataFrame) -> str:
-    """Lay out numbers, with the names of their rows before them."""
-    names = [name.replace("_", " ") for name in table.index.names]
-    lines = [[*names, *map(str, table.columns)], ["---"] * (len(names) + len(table.columns))]
+    lines = [[table.index.name.replace("_", " "), *map(str, table.columns)]]
+    lines.append(["---"] * len(lines[0]))
     for row, cells in zip(table.index, table.to_numpy(), strict=True):
-        of_row = row if isinstance(row, tuple) else (row,)
-        lines.append([*map(str, of_row), *("" if pd.isna(cell) else f"{cell:.2f}" for cell in cells)])
+        lines.append([str(row), *("" if pd.isna(cell) else f"{cell:.2f}" for cell in cells)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
