@@ -4,6 +4,8 @@
 
 `manygpus COMMAND --help` explains one, with an example. `manygpus compare` reads the records of your
 runs, and trains nothing: that is `make compare`, which runs the three stages (results/compare.py).
+
+Pages and folders that a message names, such as slurm/SITE.md, are in the repository of the kit.
 """
 
 import sys
