@@ -275,7 +275,7 @@ class AnswerText:
             tested = f"On runs left out of its fit, it is off by {100 * model.error:.1f} % (root mean square)"
         sentences = [
             f"What was not measured is predicted by a model of what a step costs. {tested}.",
-            # In 9 of 12 cases of each of two sets of runs, and in more of published ones (docs/dev/METHODS.md).
+            # In 9 of 12 cases of each of two sets of runs, and in more of published ones (METHODS.md).
             "In tests on real runs, such an interval held the true value in three of four cases or more. It "
             "is for this machine as it was during the runs, and does not cover a different network, busy "
             "neighbours, or a different version of the program.",
