@@ -56,8 +56,6 @@ def test_the_commands_of_a_document(document: Path, block: str, checkout: Checko
         checkout.wait_for("epoch 1/", job)
         block = block.replace("<job>", str(job)).replace("<node>", checkout.cluster.job(job)["NodeList"])
     block = block.replace("<number>", "1")  # any number: what has no checkpoint yet begins
-    block = block.replace("NodeCnt=6", "NodeCnt=1").replace("{1..14}", "{1..2}")  # a smaller room
-    block = block.replace("--gpus 4", "--gpus 2")
     block = re.sub(
         r"^(.*submit.*)$",
         r"\1 --epochs 1 --train-size 600 --test-size 200 --width 4 --precision fp32",
