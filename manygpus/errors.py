@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from manygpus import frozen_code
 from manygpus.job_folder import note
 from manygpus.launchers import rank_of
 from manygpus.signals import STOP_SIGNALS
@@ -133,14 +134,18 @@ def _refuse_another_checkout() -> None:
     In the environment of the first checkout its `manygpus` is installed (INSTRUCTORS.md has a class share
     one). Edits of the second checkout's would change nothing, without a word.
     """
+    code = frozen_code.of(REPOSITORY)
     for folder in Path(sys.argv[0]).resolve().parents:
         beside_the_script = folder / "manygpus" / "errors.py"
         if not beside_the_script.exists():
             continue
-        if not beside_the_script.samefile(__file__):
+        # The name of `manygpus monitor` is no path. In a job it is as if it lay in the current folder, which
+        # is in the checkout, and the job runs a frozen copy of that.
+        is_of_its_job = code and code.checkout == folder
+        if not is_of_its_job and not beside_the_script.samefile(__file__):
             remedy = f"cd {shlex.quote(str(folder))} && export PYTHONPATH=$PWD"
             fail(f"this script would run the code of {REPOSITORY}: {remedy}")
-        # A frozen copy of a checkout (frozen_code.py) may lie in that checkout.
+        # A frozen copy of a checkout may lie in that checkout.
         break
 
 

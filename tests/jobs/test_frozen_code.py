@@ -102,8 +102,11 @@ def test_a_script_that_is_edited_while_its_job_waits_and_before_it_comes_back(
 
 
 def test_a_stage_runs_the_kit_as_it_was_when_it_was_sent(on_cluster: Checkout, busy: int) -> None:
-    """Its script, the package and the job's own shell code; site.sh, data and results are those of today."""
-    site = "SITE_MONITOR=off\nactivate_environment() { unset PYTHONPATH; }"
+    """Its script, the package and the job's own shell code; site.sh, data and results are those of today.
+
+    So does its monitor, although the job's folder is that of the checkout.
+    """
+    site = "SITE_MONITOR=on\nactivate_environment() { unset PYTHONPATH; }"
     on_cluster.site(site)
     (on_cluster.folder / ".gitignore").write_text("results/jobs/\nresults/runs/\nslurm/site.sh\ndata\n")
     commit = commit_of(on_cluster.folder)
@@ -122,6 +125,7 @@ def test_a_stage_runs_the_kit_as_it_was_when_it_was_sent(on_cluster: Checkout, b
     (copy,) = (on_cluster.folder / "results" / "jobs" / "submitit").glob("*/code")
     recorded = [row[name] for name in ("git_commit", "changed_files", "frozen_code")]
     assert recorded == [commit, 0, str(copy)]
+    assert (on_cluster.folder / "results" / "jobs" / str(job) / "monitor" / "verdict.json").exists(), log
 
 
 def test_modules_of_an_editable_install_and_a_shell_script(checkout: Checkout, tmp_path: Path) -> None:
