@@ -68,6 +68,11 @@ LOST = """[rank1]: torch.distributed.DistBackendError: NCCL error (of 1)
 srun: error: n1: tasks 0-1: Exited with exit code 1
 srun: error: n2: task 2: Exited with exit code 1
 """
+MISMATCH = "[enforce fail at pair.cc:464] op.preamble.length <= op.nbytes. 100 vs 8. Is there a mismatch?"
+BY_GLOO = f"""terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  {MISMATCH}
+srun: error: n1: task 0: Aborted (core dumped)
+"""
 LEFT = "srun: error: First task exited 60s ago\nsrun: error: n1: task 1: Killed\n"
 TOGETHER = "rank 1 on n1 was ended by srun, 60 s after another rank left: have all ranks end together"
 BY_TIME = ["rank 2 on n2 ended silently, with exit code 3", "rank 0 on n1 ended silently, with exit code 1"]
@@ -83,6 +88,7 @@ CODES = ["rank 2 on n2 died of signal SIGSEGV", "rank 0 on n1 ended silently, wi
     [
         ("srun", BY_SRUN, SIGNALS, 137),
         ("srun", LEFT, [TOGETHER], 137),
+        ("srun", BY_GLOO, [f"rank 0 on n1 aborted ({MISMATCH})"], 134),
         ("torchrun", BY_TORCHRUN, CODES, 139),
         ("torchrun", BY_TWO_TORCHRUNS, BY_TIME, 3),
         ("torchrun", NOT_MET, FIRST_TO_EXIT, 1),

@@ -26,6 +26,8 @@ TIMEOUT = re.compile(r"\[Rank (\d+)\] Watchdog caught collective operation timeo
 TIMED_OUT = re.compile(r"Timed out waiting \d+ms|timeout caused pair closure")
 LEFT = re.compile(r"srun: error: First task exited (\d+)s ago")  # by --wait of the job scripts
 ABORTED = re.compile(r"Rank (\d+)\] Process group watchdog .* exception: (.*)")
+# What C++ prints of an exception that nobody catches, such as gloo's of all-reduces of different sizes.
+UNCAUGHT = re.compile(r"^\s*what\(\):\s+(.+)")
 NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
 # What srun says where it starts nothing: of the step, or of an option or a variable (seen: SLURM_NO_KILL=1,
 # SLURM_ACCTG_FREQ=often). A line on a task, or on the end of a step that has begun, is none of these.
@@ -269,12 +271,15 @@ class Evidence:
         return Reason(text, rank, code, may_pass=_is_by_signal(code))
 
     def _cause_of_abort(self, rank: int) -> str:
-        """Return in brackets what NCCL says why it has aborted this rank; "" if it says nothing."""
+        """Return in brackets what NCCL, or else the C++ of a library, says why; "" if it says nothing."""
         for line in self._lines:
             aborted = ABORTED.search(line)
             if aborted and int(aborted[1]) == rank:
                 return f" ({aborted[2]})"
-        return ""
+        # It names no rank, and the log of rank 0 may be that of all, but mostly all met the same error.
+        own_log = self._logs.get(rank) or self._logs.get(0, [])
+        uncaught = next(filter(None, map(UNCAUGHT.match, own_log)), None)
+        return f" ({uncaught[1].strip()})" if uncaught else ""
 
     def _gave_up(self) -> Reason | None:
         if not self._waited:

@@ -404,5 +404,8 @@ def _report(sweep: Sweep, planned: Sequence[PlannedRun], report: Report) -> int:
             csvs.append(times_by_the_doctor)
         return report(csvs, sweep.folder)
     if sweep.plain and any(map(sweep.has_finished, planned)):
-        print_line("\nno run has written a record to compare: YOUR_TRAINING.md shows how a script writes one")
+        print_line(
+            "\nno run has written a record to compare: 03_multigpu_ddp/CHECKPOINTER.md shows how a script "
+            "writes one"
+        )
     return 0

@@ -221,7 +221,7 @@ def _epochs_needed(rows: pd.DataFrame, images: int, target: float | None, epochs
     if not epochs:
         target = _reached_by_most(on_all_images)
         if target is not None:
-            goal = f"{target:g} % test accuracy (half of the batches reach it), on {data}"
+            goal = f"{target:g} % test accuracy (half of the batch sizes reach it), on {data}"
             return _epochs_to_target(on_all_images, target, most_epochs, goal)
     return FixedEpochs(most_epochs, goal=f"{most_epochs} epoch(s) of {data}")
 
