@@ -75,7 +75,7 @@ SOLUTION = {
 -    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 +    if not torch.cuda.is_available():
 +        return torch.device("cpu")
-+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
++    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 +    torch.cuda.set_device(device)
 +    return device
 @@
@@ -461,8 +461,8 @@ BATCHES = "in batches:\n            right"
 ON_ONE = "in batches if dist.get_rank() == 0 else []:\n            right"
 PADDED = "DataLoader(validation_set, BATCH, sampler=DistributedSampler(validation_set, shuffle=False))"
 WRONG = [
-    (SCRIPT, '["LOCAL_RANK"]', '["RANK"]', "takes GPU 2: there is none"),
-    (SCRIPT, ', int(os.environ["LOCAL_RANK"])', "", "takes GPU 0 of its node"),
+    (SCRIPT, '["LOCAL_RANK"]) % torch.cuda.device_count()', '["RANK"])', "takes GPU 2: there is none"),
+    (SCRIPT, ', int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()', "", "takes GPU 0 of its node"),
     (SCRIPT, 'int(os.environ["LOCAL_RANK"])', 'int(os.environ["RANK"]) // 2', "takes GPU 0 of its node"),
     (SCRIPT, "    torch.cuda.set_device(device)\n", "", "call `torch.cuda.set_device`"),
     (SCRIPT, "BATCH // size, sampler=shards", "BATCH // size, shuffle=True", "is trained twice"),

@@ -45,7 +45,7 @@ def choose_device() -> torch.device:
     """Return the GPU of this process, which becomes the current one, or the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
