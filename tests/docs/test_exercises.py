@@ -164,6 +164,28 @@ def test_convert_accepts_batchnorm_over_all_ranks(learner: Callable[[Path], Lear
     assert code == 0 and "images of all ranks together" in said, said
 
 
+@pytest.mark.full
+def test_convert_accepts_processes_that_meet_where_they_choose_a_device(
+    learner: Callable[[Path], Learner],
+) -> None:
+    mine = learner(REPOSITORY / "03_multigpu_ddp" / "exercises" / "06_convert")
+    mine.solve()
+    script = mine.mine / "train.py"
+    text = script.read_text()
+    joined = text[text.index('    if device.type == "cuda":\n') : text.index("    rank, size = dist")]
+    text = text.replace(joined, "")
+    start, end = text.index("    if not torch.cuda.is_available():\n"), text.index("    return device\n")
+    body = (
+        '    device = torch.device("cpu")\n'
+        "    if torch.cuda.is_available():\n"
+        '        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))\n'
+        "        torch.cuda.set_device(device)\n"
+    )
+    script.write_text(f"{text[:start]}{body}{joined}{text[end:]}")
+    code, said = mine.check()
+    assert code == 0, said
+
+
 @each
 def test_an_exercise_has_all_its_parts(folder: Path) -> None:
     exercise = Exercise(folder)

@@ -133,6 +133,7 @@ ALL_RANKS = (
     "BatchNorm normalises the images of all ranks together, as one process would, and communicates in every "
     "layer for that. PyTorch's SyncBatchNorm needs GPUs: here the check took a version for CPUs."
 )
+ON_TWO_NODES = "With one process on each of two nodes, both have LOCAL_RANK 0."
 
 
 class SyncBatchNorm(SyncOnCPU):
@@ -170,7 +171,7 @@ def check(workspace: Workspace) -> str:
             wrong(ranks)
         wrong_names(whole)
         wrong_accuracy(program, whole, ranks[0]["results"][-1][1])
-        run(program, parts, epochs=1)
+        wrong_on_two_nodes(program, parts)
         perfect(parts / "last.pt")
         wrong_resume(ranks, run(program, parts, epochs=2))
     return (
@@ -219,14 +220,31 @@ def write_digits(folder: Path) -> None:
         np.save(folder / f"{name}-labels.npy", labels.numpy())
 
 
-def run(program: ModuleType, folder: Path, epochs: int) -> list[Seen]:
+def wrong_on_two_nodes(program: ModuleType, folder: Path) -> None:
+    """Run the first epoch with one process on each of two nodes: both have local rank 0."""
+    try:
+        first, second = run(program, folder, epochs=1, local_rank=0)
+    except Wrong as wrong:
+        raise Wrong(f"{ON_TWO_NODES} {wrong}") from None
+    if any(set(one) & set(other) for one, other in zip(first["read"], second["read"], strict=True)):
+        raise Wrong(f"{ON_TWO_NODES} Then both take the same images. Use the rank, `dist.get_rank()`.")
+    if first["files"] and second["files"]:
+        raise Wrong(
+            f"{ON_TWO_NODES} Then both write {second['files'][0]}, at the same time. Ask for the rank, "
+            "`dist.get_rank()`."
+        )
+
+
+def run(program: ModuleType, folder: Path, epochs: int, local_rank: int | None = None) -> list[Seen]:
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": ""}
     with patch.dict(os.environ, place):
-        return in_ranks(lambda rank, size: behave(program, folder, epochs), size=2, group=False)
+        return in_ranks(lambda rank, size: behave(program, folder, epochs, local_rank), size=2, group=False)
 
 
-def behave(program: ModuleType, folder: Path, epochs: int) -> Seen:
+def behave(program: ModuleType, folder: Path, epochs: int, local_rank: int | None) -> Seen:
     """Run the script in this rank, and return what it read, computed and wrote."""
+    if local_rank is not None:
+        os.environ["LOCAL_RANK"] = str(local_rank)
     read = []
     losses = []
     backward = []
@@ -319,6 +337,8 @@ def wrong_gpu(program: ModuleType, rank: int, local_rank: int) -> None:
         patch.object(torch.cuda, "device_count", lambda: 2),
         patch.object(torch.cuda, "set_device", taken.append),
         patch.object(dist, "get_rank", lambda: rank),
+        patch.object(dist, "get_world_size", lambda: 4),
+        patch.object(dist, "init_process_group"),  # a script may meet the others here, too
     ):
         device = program.choose_device()
     if device is None:
@@ -424,7 +444,9 @@ def wrong_names(folder: Path) -> None:
 def wrong_accuracy(program: ModuleType, folder: Path, said: float) -> None:
     """Compare the accuracy of the last epoch with that of the weights that were saved after it."""
     model = program.network().eval()
-    model.load_state_dict(torch.load(folder / "last.pt", weights_only=True)["model"])
+    weights = torch.load(folder / "last.pt", weights_only=True)["model"]
+    # Those of the wrapper will do, if the script also loads them into it.
+    model.load_state_dict({name.removeprefix("module."): tensor for name, tensor in weights.items()})
     images = torch.from_numpy(np.load(folder / "validation-images.npy") / np.float32(255))
     labels = torch.from_numpy(np.load(folder / "validation-labels.npy"))
     with torch.no_grad():
@@ -465,6 +487,9 @@ WRONG = [
     (SCRIPT, ', int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()', "", "takes GPU 0 of its node"),
     (SCRIPT, 'int(os.environ["LOCAL_RANK"])', 'int(os.environ["RANK"]) // 2', "takes GPU 0 of its node"),
     (SCRIPT, "    torch.cuda.set_device(device)\n", "", "call `torch.cuda.set_device`"),
+    (SCRIPT, "size = dist.get_rank()", 'size = int(os.environ["LOCAL_RANK"])', "take the same images"),
+    (SCRIPT, "        if rank > 0:\n", '        if os.environ["LOCAL_RANK"] != "0":\n', "both write best.pt"),
+    (SCRIPT, '{"model": model.state', '{"model": ddp.state', "stops with RuntimeError"),
     (SCRIPT, "BATCH // size, sampler=shards", "BATCH // size, shuffle=True", "is trained twice"),
     (SCRIPT, "BATCH // size", "BATCH", "takes 64 images"),
     (SCRIPT, "        shards.set_epoch(epoch)\n", "", "the same order as the first"),
