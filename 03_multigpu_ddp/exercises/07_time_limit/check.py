@@ -7,10 +7,12 @@ import re
 import signal
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -179,6 +181,7 @@ WRONG = [
     (SCRIPT, LEAVE, "            dist.barrier() if rank == 0 else None\n            break\n", "in vain"),
     (SCRIPT, "            if rank == 0:\n", "            if True:\n", "Rank 1 writes last.new"),
     (SCRIPT, "        done = 0\n", "", "your script makes 24"),
+    (SCRIPT, '"step": done, "best": best}', '"step": done, "best": 0.0}', "lost the best accuracy"),
 ]
 SIZE = 2  # ranks
 STEPS = 24  # of an epoch
@@ -206,6 +209,7 @@ class Rank(NamedTuple):
     momentum: bool  # whether the optimizer had any before its first step
     files: list[str]  # that it wrote
     results: list[list[float]]  # what main returns
+    predicted: list[int]  # the label that the weights in best.pt give each validation image
     failure: str
 
 
@@ -214,11 +218,16 @@ def check(workspace: Workspace) -> str:
     prediction = answers.word("prediction", "dies", "saves", "ignores")
     _check_answers(answers.number("repeated"), answers.word("never_caught", *SIGNALS))
     with tempfile.TemporaryDirectory() as folder:
-        whole, parts = Path(folder) / "whole", Path(folder) / "parts"
-        for place in (whole, parts):
+        first, whole, parts = (Path(folder) / name for name in ("first", "whole", "parts"))
+        for place in (first, whole, parts):
             _write_digits(place)
+        one_epoch = _run(workspace, first, epochs=1)
+        _check_whole(one_epoch, epochs=1)
+        if labels := one_epoch[0].predicted:  # no later epoch is better than the first with these labels
+            for place in (whole, parts):
+                np.save(place / "validation-labels.npy", np.array(labels))
         expected = _run(workspace, whole)
-        _check_whole(expected)
+        _check_whole(expected, EPOCHS)
         _check_stops(workspace, parts, expected)
     predicted = (
         "as you predicted" if prediction == "dies" else f"it does not do what you predicted ({prediction})"
@@ -248,14 +257,14 @@ def _check_answers(repeated: float, never_caught: str) -> None:
         )
 
 
-def _check_whole(expected: list[Rank]) -> None:
+def _check_whole(expected: list[Rank], epochs: int) -> None:
     """Check a run that nothing stops."""
     for rank in expected:
         if rank.failure or rank.exit_code:
             raise Wrong(rank.failure or f"Without a signal, a rank ends with the exit code {rank.exit_code}.")
-        if len(rank.trained) != STEPS * EPOCHS:
+        if len(rank.trained) != STEPS * epochs:
             raise Wrong(
-                f"Without a signal, {EPOCHS} epochs of {STEPS} steps are {STEPS * EPOCHS} steps, and your "
+                f"Without a signal, {epochs} epoch(s) of {STEPS} steps are {STEPS * epochs} steps, and your "
                 f"script makes {len(rank.trained)}."
             )
     if expected[1].files:
@@ -271,7 +280,7 @@ def _check_stops(workspace: Workspace, folder: Path, expected: list[Rank]) -> No
     done = _stopped(workspace, folder, expected, done, Signal(term, (None, to_the_end)))
     killed = _run(workspace, folder, Signal(usr2, (4, 4), kill=True))
     _compare(killed, expected, done)
-    ranks = _run(workspace, folder)
+    ranks = _run(workspace, folder, Signal(usr2, (5, 3)))  # stops once more, now in the last epoch
     begun = _begun(ranks, expected)
     if _failed(ranks) or begun < done:
         raise Wrong(
@@ -279,6 +288,10 @@ def _check_stops(workspace: Workspace, folder: Path, expected: list[Rank]) -> No
             "Write the checkpoint to a new file, and rename it to the old name when it is complete."
         )
     _compare(ranks, expected, begun)
+    (folder / JOB / "stopped").unlink(missing_ok=True)
+    done = begun + len(ranks[0].trained)
+    ranks = _run(workspace, folder)
+    _compare(ranks, expected, done)
     if (folder / JOB / "stopped").exists():
         raise Wrong(
             "The training is done, and the file `stopped` is there: the job would go back to the queue "
@@ -289,6 +302,11 @@ def _check_stops(workspace: Workspace, folder: Path, expected: list[Rank]) -> No
         raise Wrong(
             f"The resumed training returns {last[0]} % for its last epoch, and one in one go {last[1]} %, "
             "with equal weights: is the epoch validated after its last step?"
+        )
+    if _bests(expected[0]) == 1 and _bests(ranks[0]):
+        raise Wrong(
+            "Stopped in the second epoch and started again, the script has lost the best accuracy: the "
+            "second epoch overwrites best.pt, although the first was better. Save and load that number, too."
         )
 
 
@@ -389,6 +407,11 @@ def _begun(ranks: list[Rank], expected: list[Rank], number: int = 0) -> int:
     return one.index(trained[0]) if trained[0] in one else -1
 
 
+def _bests(rank: Rank) -> int:
+    """Return how often a rank wrote best.pt, under whatever name before it was complete."""
+    return sum(name.startswith("best") for name in rank.files)
+
+
 def _failed(ranks: list[Rank]) -> bool:
     return any(rank.exit_code or rank.failure for rank in ranks)
 
@@ -403,7 +426,7 @@ def _in_which_steps(sent: Signal) -> str:
     return " and to ".join(steps) + (", and not to the other" if len(steps) < SIZE else "")
 
 
-def _run(workspace: Workspace, folder: Path, sent: Signal | None = None) -> list[Rank]:
+def _run(workspace: Workspace, folder: Path, sent: Signal | None = None, epochs: int = EPOCHS) -> list[Rank]:
     """Run the script in two processes, as Slurm does, and return what they did."""
     context = multiprocessing.get_context("fork")
     notes = [folder / f"rank-{rank}.notes" for rank in range(SIZE)]
@@ -414,7 +437,7 @@ def _run(workspace: Workspace, folder: Path, sent: Signal | None = None) -> list
     with patch.dict(os.environ, place):
         for rank, path in enumerate(notes):
             path.unlink(missing_ok=True)
-            arguments = (workspace, folder, rank, path, sent)
+            arguments = (workspace, folder, rank, path, sent, epochs)
             processes.append(context.Process(target=_be_a_rank, args=arguments))
             processes[-1].start()
     try:
@@ -445,11 +468,14 @@ def _read(path: Path, exit_code: int) -> Rank:
         any(of("momentum")[:1]),
         of("file"),
         next(iter(of("results")), []),
+        next(iter(of("predicted")), []),
         next(iter(of("failure")), ""),
     )
 
 
-def _be_a_rank(workspace: Workspace, folder: Path, rank: int, path: Path, sent: Signal | None) -> None:
+def _be_a_rank(
+    workspace: Workspace, folder: Path, rank: int, path: Path, sent: Signal | None, epochs: int
+) -> None:
     """Run the script, and note what it does: a note is kept whatever ends the process."""
     end_with(multiprocessing.parent_process().pid)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may not resolve
@@ -504,10 +530,22 @@ def _be_a_rank(workspace: Workspace, folder: Path, rank: int, path: Path, sent: 
             patch.object(dist, "init_process_group", partial(meet, timeout=timedelta(seconds=TIMEOUT))),
         ):
             program = workspace.module(SCRIPT)
-            note("results", program.main(["--epochs", str(EPOCHS), "--folder", str(folder)]) or [])
+            note("results", program.main(["--epochs", str(epochs), "--folder", str(folder)]) or [])
+        if rank == 0 and epochs == 1:
+            with suppress(Exception):  # a script may name its network otherwise, or save more in best.pt
+                note("predicted", _predict(program, folder))
     except Exception as error:
         note("failure", str(error) if isinstance(error, Wrong) else error_in_words(rank, error))
         raise
+
+
+def _predict(program: ModuleType, folder: Path) -> list[int]:
+    """Return the label that the weights in best.pt give each validation image."""
+    model = program.network().eval()
+    model.load_state_dict(torch.load(folder / "best.pt", map_location="cpu"))
+    images = torch.from_numpy(np.load(folder / "validation-images.npy") / np.float32(255))
+    with torch.no_grad():
+        return model(images).argmax(1).tolist()
 
 
 def _write_digits(folder: Path) -> None:
