@@ -18,7 +18,10 @@ from manygpus.log_words import ENVIRONMENT, line
 # With the archive and the folder. The step in job_env.sh that removes a folder has its lock, but Slurm
 # may kill it before it is done. So what the user's other jobs, or earlier starts of this one, have left on
 # the node goes first. In an archive of conda-pack, conda-unpack corrects the paths in the files.
+# What asks a rank to save (the time limit is near, or a preemption) finds nothing to save here: it must not
+# end the job, which then would not come back.
 UNPACK = """
+trap "" USR2 TERM
 problem=$(
     {
         for lock in "${2%/*}"/manygpus-env-*.lock; do
