@@ -67,21 +67,24 @@ def main() -> None:
 
 
 def show(site: Site, word: str | None, as_json: bool) -> None:
-    """Print the jobs, or those that match `word`; of a job that is named by its number also the log's end."""
+    """Print the jobs, or those that match `word`; of a job that is named by its number also the log's end.
+
+    An array may have a hundred jobs: its number lists them, without their logs.
+    """
     jobs = [job for job in job_list.jobs(site) if word is None or job.matches(word)]
     if word and not jobs:
         raise UserError(f"no job of this project matches {word}: see all with `manygpus jobs`.")
-    named = [job for job in jobs if job.number == word]
+    named = [job for job in jobs if word and job.is_numbered(word)]
     # Runs that share a job have its number in common.
-    end_of_log = {job.log: job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:] for job in named if job.log}
+    logged = [job for job in named if job.log and job.number == word]
+    end_of_log = {job.log: job_log.last_lines(Path(job.log))[-LINES_OF_A_LOG:] for job in logged}
     if as_json:
         documents = [job.as_json() | {"end_of_log": end_of_log.get(job.log)} for job in named or jobs]
         json_document.print_document({"schema_version": SCHEMA_VERSION, "jobs": documents})
         return
     print_table([job_list.TITLES, *(job.cells() for job in named or jobs)])
-    for job in named:
-        if job.log:
-            print_line("\n".join(["", f"the end of {job.log}:", *end_of_log[job.log]]))
+    for job in logged:
+        print_line("\n".join(["", f"the end of {job.log}:", *end_of_log[job.log]]))
 
 
 def _show_code(site: Site, number: str) -> None:
@@ -90,7 +93,7 @@ def _show_code(site: Site, number: str) -> None:
     Raises:
         UserError: if there is no such job, or no copy of its code.
     """
-    jobs = [job for job in job_list.jobs(site) if number in (job.number, job.number.partition("_")[0])]
+    jobs = [job for job in job_list.jobs(site) if job.is_numbered(number)]
     if not jobs:
         raise UserError(f"no job of this project has the number {number}: see all with `manygpus jobs`.")
     if not jobs[0].frozen_in:

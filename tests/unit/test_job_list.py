@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from manygpus import job_folder, launchers
+from manygpus.commands import jobs as jobs_command
 from manygpus.job_folder import Outcome, Script
 from manygpus.jobs.site import read_site
 from manygpus.jobs.slurm import JobStatus
@@ -155,3 +156,24 @@ def test_jobs_are_told_apart_by_their_name_their_folder_and_their_arguments(fold
         assert row.matches(word)
     for word in ("17", "ppo", "--seed 1"):
         assert not row.matches(word)
+
+
+def test_the_number_of_an_array_lists_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sweep prints `array 97`. The number of one of them shows it alone, with the end of its log."""
+    log = tmp_path / "7.log"
+    log.write_text("its last line\n")
+    number_of = {f"97_{element}": f"lr{element}" for element in (1, 2)} | {"7": "seven"}
+    rows = [
+        job_list.JobRow(number, "train", Script(f"/home/me/{name}.py", []), "done", log=str(log))
+        for number, name in number_of.items()
+    ]
+    monkeypatch.setattr(job_list, "jobs", lambda _: rows)
+    jobs_command.show(read_site(), "97", as_json=False)
+    listed = capsys.readouterr().out
+    assert "lr1.py" in listed and "lr2.py" in listed
+    assert "seven.py" not in listed and "its last line" not in listed
+    jobs_command.show(read_site(), "97_2", as_json=False)
+    listed = capsys.readouterr().out
+    assert "lr2.py" in listed and "lr1.py" not in listed and "its last line" in listed

@@ -66,11 +66,18 @@ class JobRow:
     findings: Sequence[dict[str, object]] = ()
 
     def matches(self, word: str) -> bool:
-        """Return whether this is the job with that number, or has the word in its name or in what it runs."""
+        """Return whether this is the job with that number, or has the word in its name or in what it runs.
+
+        The number of an array stands for all jobs of it.
+        """
         texts = [self.name, self.shown_script, *self.sent_from]
         if self.script:
             texts.append(shlex.join([self.script.path, *self.script.arguments]))
-        return self.number == word or any(word in text for text in texts)
+        return self.is_numbered(word) or any(word in text for text in texts)
+
+    def is_numbered(self, number: str) -> bool:
+        """Return whether the job has this number, or is of the array with it."""
+        return number in (self.number, self.number.partition("_")[0])
 
     @property
     def shown_script(self) -> str:
