@@ -103,7 +103,7 @@ REFUSALS = {
     "{site_file}); `scontrol show partition` shows the limit",
     "configuration|PartitionConfig|Node ?[Cc]ount|[Mm]emory|CPU count": "ask for fewer "
     "--gpus, --nodes or cores, or less --mem or --time (`sinfo -o '%P %D %s %c %m %G %l'` shows the limits), "
-    "or wait for a node that is down: `sinfo -R`",
+    "or wait for a node that is down (`sinfo -R`) or reserved (`scontrol show reservation`)",
     "": "ask your admin what it means (man sbatch); if this site wants GPUs, cores or memory requested in a "
     "different form, set SITE_GPUS, SITE_CPUS or SITE_MEM in {site_file}",
 }
