@@ -290,6 +290,11 @@ class Script:
         return self.array_element or job_id
 
 
+def is_numbered(job: str, number: str) -> bool:
+    """Return whether what Slurm calls a job, such as 17_2, is this number, or that of its array, 17."""
+    return number in (job, job.partition("_")[0])
+
+
 def keep_script(folder: Path, script: Script) -> None:
     """Write `script.json`.
 

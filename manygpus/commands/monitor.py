@@ -11,7 +11,6 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def _print_verdict(job: str, as_json: bool) -> None:
     runs = _runs_in(job) or {job if Path(job).is_dir() else f"job {job}": job}
     if as_json and len(runs) > 1:
         folders = ", ".join(runs.values())
-        raise UserError(f"job {job} is shared by several runs: give the folder of one of them ({folders}).")
+        raise UserError(f"job {job} has several runs: give the folder of one of them ({folders}).")
     for name, run in runs.items():
         try:
             with explained(f"job {run} cannot be read", "ask its owner for permission to read it."):
@@ -113,9 +112,7 @@ def _find_job(job: str) -> Path:
     jobs_dir = read_site().jobs_dir
     if Path(job).is_dir():
         return Path(job)
-    if re.fullmatch(r"\d+_\d+", job):
-        return _find_array_element(job, jobs_dir)
-    if not job.isdigit():
+    if not re.fullmatch(r"\d+(_\d+)?", job):
         raise UserError(f"there is no folder {job}: give a job's number or folder.")
     if (jobs_dir / job).is_dir():
         return jobs_dir / job
@@ -124,26 +121,28 @@ def _find_job(job: str) -> Path:
     return _latest(submitted, job, jobs_dir)
 
 
-def _find_array_element(job: str, jobs_dir: Path) -> Path:
-    """Return the folder of a job of an array: it is called by a number of its own."""
-    return _latest([folder for folder, _ in _of_array_element(job, jobs_dir, "[0-9]*")], job, jobs_dir)
-
-
 def _runs_in(job: str) -> dict[str, str]:
-    """Return the folders of the runs of a sweep that share the job with this number, by their names.
+    """Return the folders of the runs that share a job of an array, or of the job itself, by their names.
 
-    It is not sampled itself, but each of them is.
+    The number of an array stands for all its jobs; it is also that of the last one, whose folder has it. A
+    job that is shared is not sampled itself, but each of its runs is.
     """
-    found = _of_array_element(job, read_site().jobs_dir, "submitit/*")
-    return dict(sorted((script.run_name, str(folder)) for folder, script in found))
+    jobs_dir = read_site().jobs_dir
+    runs = {script.run_name: str(folder) for folder, script in _of_array(job, jobs_dir, "submitit/*")}
+    if runs:
+        return runs
+    jobs = _of_array(job, jobs_dir, "[0-9]*")
+    return {f"job {script.array_element}": str(folder) for folder, script in jobs}
 
 
-def _of_array_element(job: str, jobs_dir: Path, folders: str) -> Iterator[tuple[Path, job_folder.Script]]:
-    """Find the folders, among those of a pattern, of what ran as this job of an array."""
+def _of_array(job: str, jobs_dir: Path, folders: str) -> list[tuple[Path, job_folder.Script]]:
+    """Return the folders, among those of a pattern, of one job of an array or of all, the latest last."""
+    found = []
     for path in jobs_dir.glob(f"{folders}/{job_folder.SCRIPT}"):
         script = job_folder.read_script(path.parent)
-        if script and script.array_element == job:
-            yield path.parent, script
+        if script and job_folder.is_numbered(script.array_element, job):
+            found.append((path.parent, script))
+    return sorted(found, key=lambda of_run: of_run[0].stat().st_mtime)
 
 
 def _latest(folders: list[Path], job: str, jobs_dir: Path) -> Path:

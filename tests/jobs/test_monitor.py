@@ -6,6 +6,7 @@ What the samples hold is the matter of test_collector.py, and the verdict that o
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,12 @@ from pathlib import Path
 import pytest
 from checkout import Checkout, wait_until
 from cluster import RunningCluster
-from conftest import failed
+from conftest import failed, one_error
 from json_documents import document
+from sampled_jobs import MakeJob
+from traces import FULL
 
+from manygpus import job_folder
 from manygpus.monitor import samples
 
 MONITOR, ON = "slurm/monitor.py", "SITE_MONITOR=on\n"  # the site file counts more than the tests' own "off"
@@ -206,6 +210,22 @@ def test_a_job_without_slurm(checkout: Checkout) -> None:
     assert checkout.python(MONITOR, "--verdict", number).stdout.startswith(
         watch_lines(log.read_text())[0][8:]
     )
+
+
+def test_the_number_of_an_array_gives_the_verdict_of_each_of_its_jobs(
+    checkout: Checkout, make_job: MakeJob
+) -> None:
+    """It is also the number of its last job. A sweep prints it."""
+    jobs = checkout.folder / "results" / "jobs"
+    sampled = make_job([FULL] * 2)
+    for number, element in (("98", "97_1"), ("97", "97_2")):
+        shutil.copytree(sampled, jobs / number / "monitor")
+        job_folder.keep_script(jobs / number, job_folder.Script("/t.py", [], array_element=element))
+    of_array = checkout.python(MONITOR, "--verdict", 97).stdout
+    assert "job 97_1 was watched for" in of_array and "job 97_2 was watched for" in of_array
+    of_one = checkout.python(MONITOR, "--verdict", "97_1").stdout
+    assert "job 97_1 was watched for" in of_one and "97_2" not in of_one
+    assert str(jobs / "98") in one_error(checkout.python(MONITOR, "--verdict", 97, "--json"))
 
 
 # --- a real Slurm -----------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class JobRow:
 
     def is_numbered(self, number: str) -> bool:
         """Return whether the job has this number, or is of the array with it."""
-        return number in (self.number, self.number.partition("_")[0])
+        return job_folder.is_numbered(self.number, number)
 
     @property
     def shown_script(self) -> str:
