@@ -137,7 +137,8 @@ def test_the_torchruns_of_a_job_meet_whatever_slurm_calls_its_nodes(tmp_path: Pa
     script.write_text("""
 import os, sys, time
 names = ("GROUP_RANK", "MASTER_ADDR", "TORCH_CPP_LOG_LEVEL", "WORLD_SIZE", "OMP_NUM_THREADS")
-print(*(os.environ.get(name) for name in names), flush=True)
+# In one write: torchrun starts Python unbuffered, and its ranks share a pipe.
+sys.stdout.write(" ".join(str(os.environ.get(name)) for name in names) + "\\n")
 time.sleep(10 * int(os.environ["SLURM_NODEID"]))
 sys.exit(3)
 """)
