@@ -46,13 +46,14 @@ def run_command(command: list[str], job: Path) -> int:
     folder = job / samples.FOLDER
     variables = {job_folder.VARIABLE: str(job)}
     check_writable(folder, "samples", f"set SITE_SCRATCH_DIR in {project.site_name()} to a folder of yours.")
+    # Not ignored, as the command would inherit that. Its user may press Ctrl-C as soon as it prints a line.
+    for number in SIGNALS_OF_A_TERMINAL:
+        signal.signal(number, lambda *_: None)
     try:
         process = subprocess.Popen(command, env=os.environ | variables)
     except OSError as error:
         shutil.rmtree(job)
         raise UserError(f"{command[0]} cannot be run ({error.strerror}): correct the command.") from None
-    for number in SIGNALS_OF_A_TERMINAL:
-        signal.signal(number, signal.SIG_IGN)
     for number in SIGNALS_FOR_THE_COMMAND:
         signal.signal(number, lambda number, _: process.send_signal(number))
 
