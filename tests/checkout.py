@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
-from cluster import RunningCluster
+from cluster import UNFINISHED, RunningCluster
 from conftest import ENVIRONMENT, REPOSITORY, STARTUP, ran, rows_of, succeeded
 
 # What the kit needs besides PyTorch and NumPy (pyproject.toml), by the names in site-packages.
@@ -276,8 +276,7 @@ class Checkout:
                 return
             if turn % 20 == 0:  # seldom: each time a Python starts
                 state = self.cluster.job(job)["JobState"]
-                goes_on = state in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING")
-                assert goes_on or text in self.log(job), (state, self.log(job))
+                assert state in UNFINISHED or text in self.log(job), (state, self.log(job))
             time.sleep(0.2)
 
     def train(self, launcher: str, *arguments: object, sbatch: tuple = ()) -> list[dict]:

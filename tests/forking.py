@@ -3,16 +3,25 @@
 The process that has imported it is fork_server.py. docs/dev/TESTS.md says why.
 """
 
+import itertools
 import json
+import os
+import random
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manygpus import launchers
 
 SERVER = Path(__file__).with_name("fork_server.py")
+# Those of this worker of pytest, each in its turn: a port that is free now may be in use only seconds later,
+# when its rank 0 has started, and another worker must not have found it free meanwhile.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = launchers.PORTS[_WORKER % 32 :: 32]
+_ports_in_turn = itertools.cycle(random.sample(_PORTS, len(_PORTS)))
 
 
 class Forking:
@@ -61,7 +70,12 @@ class Forking:
 
 
 def free_port() -> str:
-    return str(launchers.free_port())
+    """A port of this worker that no program has."""
+    for port in _ports_in_turn:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            break
+    return str(port)
 
 
 @contextmanager

@@ -98,10 +98,8 @@ def test_the_solution_passes(folder: Path, learner: Callable[[Path], Learner]) -
 ANSWER_WRONGLY = """
 import json, shutil, sys
 from pathlib import Path
-from manygpus.workshop import ranks
 from manygpus.workshop.exercises import Exercise
 
-ranks.TIMEOUT = 8  # seconds; some of them hang
 folder, answers = Path(sys.argv[1]), json.loads(sys.argv[2])
 solved = shutil.copytree(folder / "mine", folder / "solved")
 for pattern, right, wrong in answers:
@@ -371,7 +369,7 @@ def test_what_cannot_be_read_gets_a_sentence(name: str, text: str, words: str, c
 def test_a_program_that_never_ends_is_killed_with_its_ranks(
     clock: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exercises, "CHECK_SECONDS", 3)
+    monkeypatch.setattr(exercises, "CHECK_SECONDS", 10)
     clock.do()
     (clock.mine / "answers.txt").write_text("prediction = high")
     (clock.mine / "clock.py").write_text(

@@ -48,9 +48,12 @@ def test_the_steps_install_what_jobs_import(tmp_path: Path) -> None:
     inside = tmp_path / "inside"
     for source in COPIED:
         place = inside / Path(source).name
-        copy = shutil.copytree if (REPOSITORY / source).is_dir() else shutil.copyfile
         place.parent.mkdir(exist_ok=True)
-        copy(REPOSITORY / source, place)
+        if (REPOSITORY / source).is_dir():
+            # Other tests write there meanwhile.
+            shutil.copytree(REPOSITORY / source, place, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(REPOSITORY / source, place)
     installed, commands = tmp_path / "installed", tmp_path / "commands"
     commands.mkdir()
     python = commands / "python"

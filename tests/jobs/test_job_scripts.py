@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from checkout import FOLDERS, SCRIPTS, Checkout
+from checkout import FOLDERS, SCRIPTS, Checkout, wait_until
 from cluster import RunningCluster
 from conftest import rows_of, succeeded
 
@@ -286,7 +286,8 @@ def test_a_cut_link_ends_the_job_within_the_timeout(on_cluster: Checkout) -> Non
     on_cluster.wait_for("epoch 1/", job)
     on_cluster.cluster.link(NODES[1], up=False)
     try:
-        on_cluster.wait_for("error on rank 0", job)
+        notes = on_cluster.folder / "results" / "jobs" / str(job)
+        wait_until(lambda: len([*notes.glob("rank-*.lost")]) == 2)
     finally:
         on_cluster.cluster.link(NODES[1], up=True)
     assert on_cluster.cluster.wait(job)["JobState"] == "FAILED", on_cluster.log(job)

@@ -101,8 +101,9 @@ def test_without_the_lines_of_srun_the_notes_tell(checkout: Checkout) -> None:
 
 def test_torchrun_of_several_dead_and_of_itself(checkout: Checkout) -> None:
     """A torchrun that was killed is no rank, though srun counts it as its task."""
-    abort = "wait_for('said-0'); os.kill(int((folder / 'pid-0').read_text()), signal.SIGABRT); "
-    plant(checkout, say(GAVE_UP["2.15"]) + WAIT, abort + "kill('pid-1')")
+    # Both at once: torchrun sends SIGTERM to the others as soon as it sees that one has ended.
+    both = "pid = int((folder / 'pid-0').read_text()); os.kill(pid, signal.SIGABRT); os.kill(os.getpid(), 9)"
+    plant(checkout, say(GAVE_UP["2.15"]) + WAIT, f"wait_for('said-0'); {both}")
     log = checkout.fail("torchrun", "fates.py")
     assert sorted(ends(log)) == [("rank 0", "gave up"), ("rank 1 on n1", "was killed")], log
     plant(checkout, "os.kill(os.getppid(), signal.SIGKILL); " + WAIT, WAIT)

@@ -156,8 +156,8 @@ def test_a_job_that_ends_its_training_before_the_limit_comes_back_without_a_hand
     (job,) = submit(on_cluster, commands["TRAIN_FOR"].replace("40s", "1h"))
     log = stage / f"slurm-{job}.out"
     wait_for_epochs(log, 1)
-    for process in psutil.process_iter(["name"]):
-        if process.info["name"] == "timeout" and Path(process.cwd()) == stage:
+    for process in psutil.process_iter(["name", "cwd"]):
+        if (process.info["name"], process.info["cwd"]) == ("timeout", str(stage)):
             process.send_signal(signal.SIGALRM)  # as its own clock does
     wait_until(lambda: "DUE TO JOB REQUEUE" in log.read_text())
     seen = len(EPOCH.findall(log.read_text()))

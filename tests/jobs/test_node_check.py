@@ -35,7 +35,8 @@ def test_slow_nodes_are_avoided_as_long_as_there_are_others(tmp_path: Path) -> N
         wrapper.chmod(0o755)
         checkout.site(f"SITE_CONTAINER=({wrapper})\nSITE_NODE_CHECK=off\n")
         # The hang takes so long.
-        checkout.insert("manygpus/jobs/doctor/node_check.py", "READY_SECONDS = 30", before="if __name__")
+        shorter, longer = "READY_SECONDS = 30", "COMPUTE_SECONDS = 3"  # for the cores are busy
+        checkout.insert("manygpus/jobs/doctor/node_check.py", f"{shorter}; {longer}", before="if __name__")
         (tmp_path / "tells.py").write_text("import os\nprint('rank on', os.environ['SLURMD_NODENAME'])\n")
         submit = (sys.executable, checkout.folder / "03_multigpu_ddp" / "submit.py", "--wait")
         shape = ("--nodes", 3, "--gpus", 0, "--mem", "1G", "--avoid-slow-nodes")

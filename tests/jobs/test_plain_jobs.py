@@ -611,8 +611,8 @@ if os.environ["RANK"] == "0" and not os.fork():
     if sys.argv[1] == "killed":
         end_with(rank, signal.SIGINT)
     Path("child.new").write_text(str(os.getpid()))
-    Path("child.new").rename("child")
     try:
+        Path("child.new").rename("child")
         time.sleep(400)
     except KeyboardInterrupt:
         Path("interrupted").touch()

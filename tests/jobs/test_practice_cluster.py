@@ -87,7 +87,7 @@ def test_a_task_is_prepared(cluster: RunningCluster, tmp_path: Path) -> None:
 def test_accounting_remembers_a_failed_job(cluster: RunningCluster, tmp_path: Path) -> None:
     number = cluster.submit("--output", tmp_path / "log", "--wrap", "exit 3")
     assert cluster.wait(number)["ExitCode"] == "3:0"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     sacct = ["sacct", "-nPX", "--format=State,ExitCode", "--jobs", number]
     while (state := cluster.run(sacct).stdout.strip()) != "FAILED|3:0":
         assert time.monotonic() < deadline, state
@@ -103,7 +103,7 @@ def test_a_cancelled_job_leaves_no_process(cluster: RunningCluster, tmp_path: Pa
     time.sleep(1)
     cluster.run(["scancel", number])
     assert cluster.wait(number)["JobState"] == "CANCELLED"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while subprocess.run(["pgrep", "--full", f"sleep {mark}"], capture_output=True).stdout:
         assert time.monotonic() < deadline
         time.sleep(0.5)
@@ -128,7 +128,7 @@ def test_a_network_can_be_cut(cluster: RunningCluster) -> None:
     cluster.link("n2", up=False)
     assert not answers()
     cluster.link("n2", up=True)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not answers():
         assert time.monotonic() < deadline
 
@@ -195,7 +195,7 @@ def test_communication_takes_as_long_as_the_network_lets_it(cluster: RunningClus
     copy_project(checkout)
     (checkout / ".venv").symlink_to(sys.prefix)
     checkup = checkout / "manygpus" / "jobs" / "doctor" / "checkup_torch.py"
-    checkup.write_text(checkup.read_text().replace("SLOW_SECONDS = 1.0", "SLOW_SECONDS = 0.05"))
+    checkup.write_text(checkup.read_text().replace("SLOW_SECONDS = 1.0", "SLOW_SECONDS = 0.2"))
     with running_cluster("--bandwidth", "100mbit", gpus=1) as slow:
         status = run_program("status", "--name", slow.name).stdout
         shape = ("--nodes", 2, "--gpus", 2)
@@ -205,7 +205,7 @@ def test_communication_takes_as_long_as_the_network_lets_it(cluster: RunningClus
     (kept,) = (checkout / "results" / "all_reduce").iterdir()
     measured = {row["bytes"]: row["seconds"] for row in read_all_reduce(kept)}
     assert 2**18 in measured
-    assert max(measured) <= 2**20, "a sum of 1 MB takes more than 0.05 s, so there is no larger one"
+    assert max(measured) <= 2**22, "a sum of 4 MB takes more than 0.2 s, so there is no larger one"
     for size, seconds in measured.items():
         assert seconds > (size - AT_ONCE) / BYTES_PER_S
     slower = [finding for finding in report["findings"] if "slower than gigabit" in finding["message"]]

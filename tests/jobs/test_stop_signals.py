@@ -137,7 +137,7 @@ def test_a_signal_while_the_ranks_evaluate(
 
 def test_a_preempted_job_saves_and_comes_back_by_itself(on_cluster: Checkout) -> None:
     """A job of the partition urgent takes its node. Its ranks get SIGTERM; the batch script hears nothing."""
-    on_cluster.plant("single", when(0, "faults.before_every_step(lambda optimizer: time.sleep(0.2))"))
+    on_cluster.plant("single", when(0, "faults.before_every_step(lambda optimizer: time.sleep(2))"))
     job = on_cluster.submit("single", *TRAINING, sbatch=("--nodelist=n1", "--exclusive"))
     on_cluster.wait_for("\nstage single", job)
     urgent = on_cluster.cluster.submit(

@@ -79,7 +79,7 @@ def test_a_killed_sweep_resumes_and_a_failing_run_leaves_the_others(on_cluster: 
     single, ddp1, ddp2 = RUNS
     with ThreadPoolExecutor() as background:
         killed = background.submit(on_cluster.start_sweep, *arguments)
-        wait_until(lambda: len(on_cluster.rows(single)) == 2)
+        wait_until(lambda: len(on_cluster.rows(single)) == 2 and (on_cluster.sweep / ddp1 / "job").exists())
         on_cluster.kill_sweep()
         assert killed.result().returncode == -signal.SIGKILL
     before = {run: on_cluster.job(run) for run in (single, ddp1)}

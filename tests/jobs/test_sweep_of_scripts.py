@@ -326,7 +326,7 @@ def test_a_sweep_within_a_job_that_comes_back_keeps_what_has_finished(on_cluster
     sent = on_cluster.run("sbatch", "--parsable", "--cpus-per-task=2", "--requeue", "--wrap", wrapped)
     job = int(succeeded(sent).stdout)
     # The third takes the place of the first, while the second goes on.
-    wait_until(lambda: (script.parent / "begun by 3").exists())
+    wait_until(lambda: all((script.parent / f"begun by {number}").exists() for number in "23"))
     on_cluster.cluster.run(["scontrol", "requeue", job])
     on_cluster.cluster.wait(job)
     assert {row["number"]: row["state"] for row in rows(sweep).values()} == dict.fromkeys("123", "finished")
@@ -356,6 +356,8 @@ if number == "2":
     os.kill(os.getpid(), signal.SIGKILL)
 if number == "4":
     wait_until_begun("4", times=2)
+if number == "5":
+    wait_until_begun("4")
 print("loss", number, "restart", os.environ.get("SLURM_RESTART_COUNT", "0"), *sys.argv[5:])
 """
 

@@ -66,7 +66,7 @@ def test_the_store_of_another_training(of: str | None, tmp_path: Path, script: S
     if of:
         store.set("training", of)
     place = alone_at("localhost", store.port)
-    done = script("ddp", *SMALL, "--timeout", 1, "--results-dir", tmp_path, env=place)
+    done = script("ddp", *SMALL, "--timeout", 5, "--results-dir", tmp_path, env=place)
     assert re.search("to a different training .*2 processes.*different MASTER_PORT", failed(done)), (
         done.stderr
     )

@@ -223,12 +223,12 @@ def test_a_file_system_that_hangs_longer_than_the_timeout(script: Script, tmp_pa
         fsync = os.fsync
 
         def hang_the_disk():
-            os.fsync = lambda file: time.sleep(15) or fsync(file)
+            os.fsync = lambda file: time.sleep(18) or fsync(file)
 
         faults.at_end_of_epoch(2, hang_the_disk)
         """,
     )
-    training = (*SMALL, "--epochs", 3, "--timeout", 5, "--results-dir", tmp_path)
+    training = (*SMALL, "--epochs", 3, "--timeout", 8, "--results-dir", tmp_path)
     error = failed(script(place.script("ddp"), *training, ranks=2))
     for rank in (0, 1):
         assert f"error on rank {rank}: lost the other ranks" in error

@@ -119,7 +119,9 @@ def test_our_torchrun_ends_while_it_waits_for_another_machine(tmp_path: Path) ->
     """USR2 before the time limit, then SIGTERM; no rank is there to hear them."""
     launcher = [sys.executable, "-m", "manygpus.distributed.torchrun", "--nnodes=2", "--rdzv-backend=c10d"]
     endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as a job starts it
     process = subprocess.Popen([*launcher, endpoint, STAGES["ddp"]], env=ENVIRONMENT, stderr=subprocess.PIPE)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     time.sleep(3)
     for number in STOP_SIGNALS:
         process.send_signal(number)
@@ -136,9 +138,16 @@ def test_the_torchruns_of_a_job_meet_whatever_slurm_calls_its_nodes(tmp_path: Pa
     script = tmp_path / "met.py"
     script.write_text("""
 import os, sys, time
+from pathlib import Path
+
 names = ("GROUP_RANK", "MASTER_ADDR", "TORCH_CPP_LOG_LEVEL", "WORLD_SIZE", "OMP_NUM_THREADS")
 # In one write: torchrun starts Python unbuffered, and its ranks share a pipe.
 sys.stdout.write(" ".join(str(os.environ.get(name)) for name in names) + "\\n")
+folder = Path(__file__).parent
+(folder / f"rank-{os.environ['RANK']}").touch()
+# The torchrun of the first node has the store, and ends with its ranks.
+while len([*folder.glob("rank-*")]) < 3:
+    time.sleep(0.1)
 time.sleep(10 * int(os.environ["SLURM_NODEID"]))
 sys.exit(3)
 """)

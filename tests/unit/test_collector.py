@@ -4,6 +4,7 @@ import math
 import resource
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -46,7 +47,8 @@ def test_ranks_and_their_loader_workers(tmp_path: Path) -> None:
             node = rows_so_far(tmp_path, samples.NODE)[-1]
     finally:
         for process in [*job.children(recursive=True), job]:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # its parent has seen that another one ended
+                process.kill()
         job.communicate()
     for row in busy_rows.values():
         assert row["loaders"] > 0

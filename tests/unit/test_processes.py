@@ -3,6 +3,7 @@
 import math
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -162,7 +163,8 @@ def test_what_a_real_script_starts_itself(script: str, seen: tuple[int, int], tm
             wait_until(lambda: seen in others_and_loaders(), job)
     finally:
         for process in [*job.children(recursive=True), job]:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # its parent has seen that another one ended
+                process.kill()
         job.wait()
     assert max(loaders for _, loaders in others_and_loaders()) == seen[1]
     assert {row["number"] for row in rows_so_far(tmp_path, samples.RANK)} == {"0"}

@@ -4,10 +4,18 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 from conftest import ran, succeeded
+
+
+def _name(process: psutil.Process) -> str:
+    """The name of a process; "" if it has ended meanwhile."""
+    with suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
 
 
 def test_a_signal_that_asks_ranks_to_save_does_not_end_the_unpacking(tmp_path: Path) -> None:
@@ -21,11 +29,8 @@ def test_a_signal_that_asks_ranks_to_save_does_not_end_the_unpacking(tmp_path: P
     command = [sys.executable, "-m", "manygpus.jobs.inside.stage_env", archive, folder, "env"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as unpacking:
         with archive.open("wb") as pipe:
-            step = [
-                child
-                for child in psutil.Process(unpacking.pid).children(recursive=True)
-                if child.name() in ("sh", "tar")
-            ]
+            children = psutil.Process(unpacking.pid).children(recursive=True)
+            step = [child for child in children if _name(child) in ("sh", "tar")]
             for number in (signal.SIGUSR2, signal.SIGTERM):
                 for process in step:
                     process.send_signal(number)
