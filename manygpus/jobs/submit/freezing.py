@@ -313,8 +313,8 @@ def _plan(stage: Stage, copy: Path, latest: Path) -> PlannedCopy:
     is_installed = folder != stage.script.parent
     if not is_installed and _name_in(checkout, stage.script) not in selection.files:
         raise NotFrozenError(
-            f"git ignores {stage.script}, it is larger than {MOST_MB_OF_A_FILE} MB, or it is a link out of "
-            "its checkout"
+            f"git ignores {stage.script}, it is larger than {MOST_MB_OF_A_FILE} MB, it is a link out of its "
+            f"checkout, or the checkout has more than {MOST_MB} MB or {MOST_FILES} files of source code"
         )
     commit = commit_of(checkout)
     changed = changed_since_the_commit(checkout) if commit else listing.tracked
