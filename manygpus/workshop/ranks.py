@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch._dynamo  # DDP imports it, and once here is faster than in every rank.
 import torch.distributed as dist
+from torch.distributed import init_process_group  # a check puts `meet` in its place in `dist`
 
 from manygpus.process import end_with
 from manygpus.workshop.work import Wrong
@@ -22,6 +23,7 @@ from manygpus.workshop.work import Wrong
 TIMEOUT = 15  # seconds that the ranks wait for each other
 FOREVER_SECONDS = 1e6  # until the process is killed
 IN_VAIN = "The ranks wait for each other in vain"
+_kept: list[dist.ProcessGroup | None] = []
 
 
 class Outcome(NamedTuple):
@@ -61,6 +63,17 @@ def in_ranks(function: Callable[[int, int], object], size: int = 2, group: bool 
                 process.join()
 
 
+def meet(*arguments: object, **settings: object) -> None:
+    """Be `init_process_group` for a learner's script in a rank, with a shorter timeout.
+
+    The group is kept until the process ends. Else the last user of it, such as DistributedDataParallel when
+    the script's `main` returns, may wait for the group's threads, which may wait for Python's lock
+    (`destroy_distributed` has more; seen with gloo and PyTorch 2.4 and 2.5).
+    """
+    init_process_group(*arguments, **settings | {"timeout": timedelta(seconds=TIMEOUT)})
+    _kept.append(dist.group.WORLD)
+
+
 def _results(pipes: list[Connection]) -> list[object]:
     """Return what each rank sends, in the order of the ranks."""
     results: dict[Connection, object] = {}
@@ -91,7 +104,7 @@ def _rank(function: Callable, rank: int, size: int, store: Path | None, sender: 
     torch.set_num_threads(1)
     try:
         if store:
-            dist.init_process_group(
+            init_process_group(
                 "gloo",
                 init_method=f"file://{store}",
                 rank=rank,

@@ -8,8 +8,6 @@ import signal
 import tempfile
 import time
 from contextlib import suppress
-from datetime import timedelta
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +23,7 @@ from manygpus.data import synthetic
 from manygpus.jobs import slurm
 from manygpus.launchers import free_port
 from manygpus.process import end_with
-from manygpus.workshop.ranks import IN_VAIN, TIMEOUT, error_in_words
+from manygpus.workshop.ranks import IN_VAIN, error_in_words, meet
 from manygpus.workshop.work import Workspace, Wrong
 
 ANSWERS = """\
@@ -486,7 +484,7 @@ def _be_a_rank(
     torch.set_num_threads(1)
     steps = 0
     wants_kill = False
-    entropy, step, save, meet = F.cross_entropy, torch.optim.SGD.step, torch.save, dist.init_process_group
+    entropy, step, save = F.cross_entropy, torch.optim.SGD.step, torch.save
 
     def note(kind: str, what: object) -> None:
         with path.open("a") as file:
@@ -527,7 +525,7 @@ def _be_a_rank(
             patch.object(F, "cross_entropy", computed),
             patch.object(torch.optim.SGD, "step", stepped),
             patch.object(torch, "save", saved),
-            patch.object(dist, "init_process_group", partial(meet, timeout=timedelta(seconds=TIMEOUT))),
+            patch.object(dist, "init_process_group", meet),
         ):
             program = workspace.module(SCRIPT)
             note("results", program.main(["--epochs", str(epochs), "--folder", str(folder)]) or [])

@@ -1,15 +1,13 @@
 """Compares the answers with the lines of the starter, and runs the learner's script in three processes."""
 
 import os
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
 
 from manygpus.launchers import free_port
-from manygpus.workshop.ranks import TIMEOUT, in_ranks
+from manygpus.workshop.ranks import in_ranks, meet
 from manygpus.workshop.work import Answers, Workspace, Wrong
 
 ANSWERS = """\
@@ -124,7 +122,6 @@ def check_answers(answers: Answers) -> None:
 def run(workspace: Workspace) -> list[list[int]]:
     """Return the epochs in which each rank saved."""
     program = workspace.module(SCRIPT)
-    meet = partial(dist.init_process_group, timeout=timedelta(seconds=TIMEOUT))
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     with patch.dict(os.environ, place), patch.object(dist, "init_process_group", meet):
         return in_ranks(lambda rank, size: program.main(), size=3, group=False)
