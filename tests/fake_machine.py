@@ -46,6 +46,7 @@ class FakeMachine:
                 "proc/stat": "btime 0\n",
                 "proc/1/environ": "",
                 "proc/self/mounts": "",
+                "proc/filesystems": "",  # read by psutil 5.9
                 "proc/net/dev": "-\n-\nlo: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0",
             }
         )

@@ -19,6 +19,8 @@ CHECKPOINTS = {
     "train_hf_trainer": "checkpoint-100/model.safetensors",
     "train_hydra": "hydra/last.pt",
 }
+if torch.__version__ < "2.6":  # with which the Trainer refuses to resume
+    del CHECKPOINTS["train_hf_trainer"]
 STEPS = """
 import os, select, signal
 from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Script, failed
 from forking import free_port
 from torch.distributed import TCPStore
@@ -52,6 +53,8 @@ def talk(server: socket.socket) -> None:
 
 @pytest.mark.parametrize(("rank", "says"), [(0, "nothing"), (1, "nothing"), (1, "something")])
 def test_another_program_has_the_port(rank: int, says: str, tmp_path: Path, script: Script) -> None:
+    if says == "something" and torch.__version__ < "2.5":
+        pytest.skip("PyTorch 2.4 takes whatever answers for a store")
     with contextlib.closing(socket.create_server(("", 0))) as server:
         if says == "something":
             threading.Thread(target=talk, args=[server], daemon=True).start()
